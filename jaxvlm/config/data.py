@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from jaxvlm.config.convert import NO_OPTIONS, ConfigError, Options
@@ -71,14 +72,26 @@ class VideoConfig:
     """Sets how many frames are sampled, whatever the video's length; the default 0 means as many as
     ``fps`` asks for, or 8 where nothing says otherwise."""
     max_frames: int = 0
-    """Limits the frames that ``fps`` asks for; the default 0 means the checkpoint's limit."""
+    """Limits the frames of a video; the default 0 means the checkpoint's limit."""
     max_tokens: int = 0
-    """Limits the visual tokens of a video: fewer frames are sampled until they fit; the default 0
-    means no limit but ``data.max_length``."""
+    """Limits the visual tokens of a video: frames of any size are made smaller, and then fewer are
+    sampled, until they fit; the default 0 means no limit but ``data.max_length``."""
     pixels_range: tuple[int, int] = (0, 0)
     """Sets the minimum and the maximum number of pixels that frames of any size are resized to: of
     one frame in Qwen2-VL and Qwen2.5-VL, of all frames together in Qwen3-VL; a 0 takes the limit of
     the checkpoint's video processor."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no video can be sampled by; also where no file of settings is checked."""
+        if not 0 <= self.fps < math.inf:
+            raise ConfigError(f"fps={self.fps} of videos: must be 0 or more frames a second")
+        if self.num_frames < 0:
+            raise ConfigError(f"num_frames={self.num_frames} of videos: must be 0 or more")
+        if self.fps and self.num_frames:
+            raise ConfigError(
+                f"fps={self.fps:g} and num_frames={self.num_frames} of videos: set one of them; "
+                "max_frames limits the frames of fps"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxvlm.data.errors import ImageError
 from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
+from jaxvlm.data.sources.member_names import is_video
 from jaxvlm.types import Span
 
 _AUDIT = 0xAD  # tag of a random stream
@@ -70,9 +71,14 @@ class ImageCache:
             if path in self._images:
                 self._images.move_to_end(path)
                 return self._images[path]
-        data = image_files.read_bytes(path)
-        pixels = self.prepare.decode(data, path, self.max_pixels)
-        decoded = image_files.Decoded(pixels, hashlib.blake2b(data, digest_size=16).digest())
+        if is_video(path):  # a video's bytes are never all in memory
+            pixels = self.prepare.of_videos().decode(path, self.max_pixels)
+            digest = image_files.digest(path)
+        else:
+            data = image_files.read_bytes(path)
+            pixels = image_files.decode(data, self.prepare, self.max_pixels)
+            digest = hashlib.blake2b(data, digest_size=16).digest()
+        decoded = image_files.Decoded(pixels, digest)
         with self._lock:
             self._digests[path] = decoded.digest
             if path not in self._images and pixels.nbytes <= self._max_bytes:
@@ -89,9 +95,7 @@ class ImageCache:
             ImageError: the file can't be read; the message is the reason.
         """
         if path not in self._digests:
-            self._digests[path] = hashlib.blake2b(
-                image_files.read_bytes(path), digest_size=16
-            ).digest()
+            self._digests[path] = image_files.digest(path)
         return self._digests[path]
 
 

@@ -12,8 +12,9 @@ from jaxtyping import Float32, Int32
 from jaxvlm.types import Span
 
 _MARKERS = re.compile(
-    r"<(?:image|img)(?:[ _-]?\d+)?>|<image_?(?:placeholder|soft_token|pad)>|<ImageHere>"
-    r"|<\|image(?:_pad|_\d+)?\|>|<IMG_CONTEXT>|<start_of_image>|\[IMG\]",
+    r"<(?:image|img|video)(?:[ _-]?\d+)?>|<(?:image|video)_?(?:placeholder|soft_token|pad)>"
+    r"|<ImageHere>|<\|(?:image|video)(?:_pad|_\d+)?\|>|<IMG_CONTEXT>|<start_of_image>|\[IMG\]"
+    r"|\[VIDEO\]",
     re.IGNORECASE,
 )
 """How other formats and models mark an image's place; jaxvlm's own mark is among them."""
@@ -23,7 +24,7 @@ MARK = "<image>"
 
 def foreign_markers(text: str) -> list[str]:
     """List the image markers of other formats and models in a text."""
-    return [marker for marker in _MARKERS.findall(text) if marker != MARK]
+    return [marker for marker in _MARKERS.findall(text) if marker not in (MARK, VIDEO_MARK)]
 
 
 ImageSpans = int | Callable[[str], "int | Span"]

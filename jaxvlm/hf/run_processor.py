@@ -141,7 +141,7 @@ def image_format_of(
     def videos() -> image_files.Videos:
         from jaxvlm.hf import run_videos  # not loaded by runs without videos
 
-        return run_videos.of_run(images, config, tokenizer.encode, source)
+        return run_videos.of_run(images, config, tokenizer, source)
 
     return images.with_videos(videos)
 

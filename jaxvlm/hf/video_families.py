@@ -54,23 +54,31 @@ class Given(NamedTuple):
 
 
 def as_images(
-    of_image: Callable[[int, int], Span], encode: Callable[[str], Sequence[int]]
+    of_image: Callable[[int, int], Span],
+    encode: Callable[[str], Sequence[int]],
+    style: ChatStyle,
+    mark: str,
 ) -> VideoSpan:
     """Spans of families without a form of their own for videos: their frames as images.
 
     Args:
         of_image: (width, height) of an image -> its tokens.
         encode: token ids of a text.
+        style: how the family writes images.
+        mark: the image token.
     """
+    before, _, after = style.seen.partition(mark)
+
+    def text(content: str) -> list[Span]:
+        return [Span.of(-1, 0, encode(content))] if content else []
 
     def of_video(shown: Shown) -> Span:
         frame = of_image(shown.width, shown.height)
-        rest = [frame] * (len(shown.times) - 1)
-        if frame.lead:
-            ids = encode(frame.lead)
-            text = Span.of(-1, 0, ids)
-            rest = [part for frame in rest for part in (text, frame)]
-        return concatenate([frame, *rest])._replace(lead=frame.lead)
+        between = text(after + frame.lead + before)
+        rest = [part for _ in shown.times[1:] for part in (*between, frame)]
+        if not style.video:  # what the model reads for an image is around all of them
+            return concatenate([frame, *rest])._replace(lead=frame.lead)
+        return concatenate([*text(before), frame, *rest, *text(after)])._replace(lead=frame.lead)
 
     return of_video
 

@@ -29,7 +29,7 @@ from jaxvlm.data.image_placeholders import BOTH_MARKS, VIDEO_MARK, Expanded, Lea
 from jaxvlm.data.images import image_files
 from jaxvlm.data.sources import conversation_formats, fields, visuals
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Turn
-from jaxvlm.data.sources.member_names import as_video
+from jaxvlm.data.sources.member_names import as_video, shown
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.inference.generate import SharedPrefixes
 from jaxvlm.inference.visual_tokens import VisualTokens
@@ -302,7 +302,9 @@ def _length(sequences: Sequence[_Sequence]) -> int:
 
 def checked(images: list[Span], prompt: str, tokenizer: ChatTokenizer) -> str:
     """The prompt with a mark for each image, and without special tokens."""
-    marks, count = BOTH_MARKS.findall(prompt), len(images)
+    has_video, count = any(span.is_video for span in images), len(images)
+    # Without a video its mark is a text, such as HTML's.
+    marks = [x for x in BOTH_MARKS.findall(prompt) if has_video or x == PLACEHOLDER]
     if not marks and count:
         prompt = PLACEHOLDER * count + prompt
     elif len(marks) != count:
@@ -381,7 +383,7 @@ def _load(
         inputs.lookup = cache.lookup if cache else None
         return LoadedImage(inputs.get(0, use_cached=cache is not None), span)
     except ImageError as error:
-        raise DataError(f"{image if is_file else 'an image'}: {error}") from None
+        raise DataError(f"{shown(str(image)) if is_file else 'an image'}: {error}") from None
 
 
 class _OpenImage(ImageCache):
@@ -422,7 +424,7 @@ def load_pixels(image: ImageLike, prepare: image_files.Preparation, max_pixels: 
             return image_files.load(str(image), prepare, max_pixels)
         return prepare.convert(_upright(image))
     except ImageError as error:
-        raise DataError(f"{image if is_file else 'an image'}: {error}") from None
+        raise DataError(f"{shown(str(image)) if is_file else 'an image'}: {error}") from None
 
 
 def _upright(image: Image.Image | np.ndarray) -> Image.Image:

@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from jaxvlm.config import DataConfig
+from jaxvlm.config import ConfigError, DataConfig
 from jaxvlm.config.data import VideoConfig
 from jaxvlm.data.errors import ImageError
 from jaxvlm.data.sources import conversation_formats
@@ -27,7 +27,8 @@ def format_of(max_tokens=0, group=1, **asked):
         return Span.of_tiles([7] * -(-len(shown.times) // group), 7, 3)
 
     sample = sampling.in_groups if group > 1 else sampling.evenly
-    return VideoFormat(sample, Asked(group=group, **asked), np.stack, span, "x", max_tokens)
+    own = (lambda frame, count: frame, span, "x", max_tokens)
+    return VideoFormat(sample, Asked(group=group, **asked), *own, group if group > 1 else 0)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def clip(tmp_path_factory):
         ({"fps": 4.0}, 12),
         ({"fps": 100.0}, 24),
         ({"num_frames": 5}, 5),
-        ({"fps": 8.0, "num_frames": 3}, 3),
+        ({"num_frames": 5, "max_frames": 3}, 3),
         ({"num_frames": 100}, 24),
         ({"fps": 8.0, "max_frames": 10}, 10),
         ({"max_frames": 2}, 2),
@@ -64,10 +65,24 @@ def test_frames_are_left_out_until_a_video_fits(budget, group, clip):
     shown = format_of(budget, group, num_frames=20)
     tokens = len(shown.of_file(clip).ids)
     assert tokens <= budget and tokens == min(budget // 3 * 3, 3 * 20 // group)
-    assert len(shown.decode(clip, 10**6)) == len(shown.times(clip)) == tokens // 3 * group
+    assert len(shown.decode(clip, 10**6)) == tokens // 3 == len(shown.times(clip)) // group
 
 
-@pytest.mark.parametrize(("group", "what"), [(1, "a frame"), (2, "2 frames")])
+@pytest.mark.parametrize("settings", [
+    {"fps": -1.0}, {"fps": float("nan")}, {"fps": float("inf")}, {"num_frames": -3},
+    {"fps": 2.0, "num_frames": 4},
+])  # fmt: skip
+def test_settings_that_say_nothing_are_refused(settings):
+    with pytest.raises(ConfigError, match=r"fps|num_frames"):
+        VideoConfig(**settings)
+
+
+def test_without_frames_to_say_how_many_max_frames_still_limits(clip):
+    asked = asked_of(VideoConfig(max_frames=2), Asked(num_frames=8))
+    assert len(format_of()._replace(asked=asked).times(clip)) == 2
+
+
+@pytest.mark.parametrize(("group", "what"), [(1, "1 frame"), (2, "2 frames")])
 def test_a_budget_below_a_frame_is_refused(group, what, clip):
     with pytest.raises(ImageError, match=rf"data\.video\.max_tokens=2 tokens in {what}"):
         format_of(2, group, num_frames=8).of_file(clip)
@@ -89,6 +104,75 @@ def test_a_rotated_video_is_upright(degrees, tmp_path):
     (found,) = video_files.read_frames(path, clip, [1])
     wanted = np.rot90(picture[1], -degrees // 90)  # the matrix turns clockwise
     assert found.shape == wanted.shape and np.abs(found.astype(int) - wanted).mean() < 8
+
+
+def test_a_mirrored_video_is_refused(tmp_path):
+    path = write(str(tmp_path / "a.mp4"), frames(3, 48, 32))
+    content = pathlib.Path(path).read_bytes()
+    at = content.index(b"tkhd") + 44
+    matrix = np.asarray([-65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30], ">i4").tobytes()
+    pathlib.Path(path).write_bytes(content[:at] + matrix + content[at + 36 :])
+    clip = video_files.read_clip(path, 10**6)
+    with pytest.raises(ImageError, match="shown mirrored"):
+        video_files.read_frames(path, clip, [0])
+
+
+def grey(count):
+    """Frames that are told apart by their brightness, which B-frames keep in order."""
+    return np.broadcast_to(
+        4 * np.arange(count, dtype=np.uint8)[:, None, None, None], (count, 48, 64, 3)
+    )
+
+
+def greys(path, clip):
+    found = video_files.read_frames(path, clip, range(len(clip.pts)))
+    return [x.mean() for x in found]
+
+
+@pytest.mark.parametrize("kind", ["avi", "mp4", "mkv", "ts"])
+def test_frames_that_are_decoded_before_others_are_in_order(kind, tmp_path):
+    """An AVI with B-frames has timestamps of decoding alone."""
+    options = {"bf": "3", "b-adapt": "0"}
+    path = write(str(tmp_path / f"a.{kind}"), grey(40), codec="libx264", options=options)
+    clip = video_files.read_clip(path, 10**6)
+    np.testing.assert_allclose(greys(path, clip), 4 * np.arange(40), atol=4)
+
+
+def test_open_groups_are_decoded_after_a_seek(tmp_path):
+    options = {"bf": "3", "x264-params": "open-gop=1:keyint=12:min-keyint=12:scenecut=0"}
+    path = write(str(tmp_path / "a.ts"), grey(48), codec="libx264", options=options)
+    clip = video_files.read_clip(path, 10**6)
+    for chosen in ([26], [37, 30], [47]):
+        found = video_files.read_frames(path, clip, chosen)
+        np.testing.assert_allclose([x.mean() for x in found], [4 * i for i in chosen], atol=4)
+
+
+def test_a_recording_that_begins_anywhere_begins_at_its_first_key_frame(tmp_path):
+    path = write(str(tmp_path / "a.ts"), grey(48), codec="libx264", options={"bf": "0"})
+    content = pathlib.Path(path).read_bytes()
+    (tmp_path / "b.ts").write_bytes(content[len(content) // 5 // 188 * 188 :])
+    clip = video_files.read_clip(str(tmp_path / "b.ts"), 10**6)
+    seen = greys(str(tmp_path / "b.ts"), clip)
+    assert 24 <= len(seen) < 48
+    np.testing.assert_allclose(seen, 4 * np.arange(48 - len(seen), 48), atol=4)
+
+
+def test_a_trimmed_video_is_read_from_its_cut(tmp_path):
+    """Cut without encoding it again: an edit list leaves frames out."""
+    import av
+
+    path = write(str(tmp_path / "a.mp4"), grey(48), options={"bf": "0"})
+    with av.open(path) as source, av.open(str(tmp_path / "b.mp4"), "w") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(source.streams.video[0]):
+            if packet.dts is not None:
+                packet.pts -= 5 * 512
+                packet.dts -= 5 * 512
+                packet.stream = stream
+                target.mux(packet)
+    clip = video_files.read_clip(str(tmp_path / "b.mp4"), 10**6)
+    seen = greys(str(tmp_path / "b.mp4"), clip)
+    np.testing.assert_allclose(seen, 4 * np.arange(48 - len(seen), 48), atol=4)
 
 
 def test_an_hour_is_read_by_its_key_frames(tmp_path, monkeypatch):

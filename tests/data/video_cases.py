@@ -25,7 +25,8 @@ def write(path: str, pixels: np.ndarray, rate: Any = 25, codec: str = "", **more
         pixels: both sides are even.
         rate: frames a second.
         codec: "" is the container's usual one.
-        more: ``times``, of the frames in seconds; ``gop``, frames from a key frame to the next.
+        more: ``times``, of the frames in seconds; ``gop``, frames from a key frame to the next;
+            ``options`` of the encoder.
     """
     import av
 
@@ -37,6 +38,7 @@ def write(path: str, pixels: np.ndarray, rate: Any = 25, codec: str = "", **more
         stream.width, stream.height = pixels.shape[2], pixels.shape[1]
         stream.pix_fmt = "rgb8" if codec == "gif" else more.get("pix_fmt", "yuv420p")
         stream.codec_context.gop_size = more.get("gop", 12)
+        stream.options = more.get("options", {})
         if times is not None:
             stream.codec_context.time_base = unit
         for i, frame in enumerate(pixels):

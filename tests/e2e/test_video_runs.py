@@ -18,7 +18,7 @@ from jaxvlm.cli.main import run as command
 from jaxvlm.config import ConfigError, MeshConfig, default_config
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources.member_names import is_video
-from jaxvlm.inference import prompts
+from jaxvlm.inference import prediction_grid, prompts
 from jaxvlm.models.vit import per_value
 from tests.data.video_cases import frames, write
 
@@ -210,6 +210,29 @@ def test_a_damaged_video_is_named_by_the_check_and_by_the_run(folder, seen, tmp_
     assert command(["data", "check", config.data.train, f"--config={recipe}", "--json"]) == 1
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["problems"] == {reason: [name] for name, reason in bad.items()}
+
+
+def test_a_videos_frames_are_read_from_the_cache(folder, seen, tmp_path):
+    model = jaxvlm.load(folder("Qwen2_5_VL"), mesh=MeshConfig(data=1, fsdp=4, tensor=2))
+    video = jaxvlm.video(seen.parent / "3.avi")
+    wanted = model.generate(video, "is it red?", max_new_tokens=8)
+    model.use_cache(memory_mb=8)
+    assert [model.generate(video, "is it red?", max_new_tokens=8) for _ in range(2)] == [wanted] * 2
+    hits, misses = model.cache.counts
+    assert hits == misses == 4  # 17 frames at 8 a second, 4 a second, two in one: 8 in 4
+    model.sample_videos(num_frames=4)
+    other = model.generate(video, "is it red?", max_new_tokens=8)
+    model.cache = None
+    assert model.generate(video, "is it red?", max_new_tokens=8) == other
+
+
+def test_a_prediction_grid_shows_frames(seen, tmp_path):
+    name = jaxvlm.video(seen.parent / "3.avi")
+    cells = [prediction_grid.Prediction(name, "is it red?", "yes", "no")]
+    prediction_grid.draw_predictions(cells, tmp_path / "grid.png")
+    drawn = prediction_grid.pixels(tmp_path / "grid.png").astype(int)
+    picture = drawn[8:136, 8:136]
+    assert np.abs(picture[:40, :40] - picture[80:120, 80:120]).mean() > 5, "other frames"
 
 
 def test_marks_and_videos_that_do_not_fit_are_refused(folder, seen):

@@ -138,7 +138,8 @@ def _max_patches(
         return int(pieces.num_patches.max())
     limits = packing.limits_of(config, patching)
     used = {image for images in pieces.images for image in images}
-    largest = max((limits.patches(corpus, (p,)) for p in used), default=0)
+    tiles = {p: packing.count_tiles(corpus, (p,)) or 1 for p in used}
+    largest = max((limits.patches(corpus, (p,)) // tiles[p] for p in used), default=0)
     most = min(patching.per_token * config.max_length, config.max_images_per_sequence * largest)
     return min(most, config.max_patches_per_sequence or most)
 

@@ -20,6 +20,7 @@ from jaxvlm.config import DataConfig
 from jaxvlm.data.conversations.tokenize import Corpus
 from jaxvlm.data.errors import TooFewRecords
 from jaxvlm.data.images.patches import Patching
+from jaxvlm.data.sources.member_names import is_video
 
 OPEN_SEQUENCES = 8  # sequences that packing keeps open for further pieces
 _UNBOUNDED = 2**62
@@ -75,6 +76,8 @@ class Limits(NamedTuple):
         tokens, images = int(corpus.length[record]), corpus.images[record]
         patches = self.patches(corpus, images)
         smaller = "; data.image_pixels_range makes images smaller" if patches else ""
+        if any(is_video(corpus.paths[p]) for p in images):
+            smaller = "; data.video.max_tokens or num_frames shows less of a video"
         if tokens > self.max_length:
             detail = f"{tokens} tokens"
             detail += f", {patches // self.per_token} of them images'" if patches else ""
@@ -82,6 +85,7 @@ class Limits(NamedTuple):
         if (tiles := count_tiles(corpus, images)) > self.max_images:
             detail = f"{len(images)} images"
             detail += f" of {tiles} tiles" if tiles != len(images) else ""
+            detail += smaller if "video" in smaller else ""
             return f"more than data.max_images_per_sequence={self.max_images} images", detail
         if patches > self.max_patches > 0:
             detail = f"{patches} patches{smaller}"

@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt32
@@ -92,12 +92,6 @@ class Preparation(NamedTuple):
     def video_fingerprint(self) -> str:
         """The same of videos, if the model takes any."""
         return self.of_videos().fingerprint
-
-    def decode(self, data: bytes, path: str, max_pixels: int) -> Pixels:
-        """Decode and preprocess the bytes of an image file, or the video ``path``."""
-        if is_video(path):
-            return self.of_videos().decode(path, max_pixels)
-        return decode(data, self, max_pixels)
 
     def span_of_video(self, path: str) -> Span:
         """The token span of a video file; raises ImageError."""
@@ -298,6 +292,15 @@ def sample_digest(paths: Sequence[str], count: int = 16) -> str:
     return digest.hexdigest()
 
 
+def digest(path: str) -> bytes:
+    """Hash a file's bytes to 16 bytes; raises ImageError."""
+    if not is_file(path):
+        return hashlib.blake2b(read_bytes(path), digest_size=16).digest()
+    check_regular(bare(path))
+    with opened(bare(path)) as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
+
+
 def read_bytes(path: str) -> bytes:
     """Read an image file, or one inside of another file; raises ImageError."""
     path = bare(path)
@@ -310,7 +313,7 @@ def read_bytes(path: str) -> bytes:
         raise ImageError(f"can't be read: {getattr(error, 'strerror', error)}") from None
 
 
-def opened(path: str) -> BinaryIO:
+def opened(path: str) -> io.BufferedReader:
     """Open a file to read it; raises ImageError."""
     try:
         return open(path, "rb")
@@ -401,6 +404,8 @@ def _unidentified(source: str | io.BytesIO) -> str:
             head = file.read(32)
     if not HAS_AVIF and head[4:8] == b"ftyp" and b"avi" in head[8:]:
         return "an AVIF image, which this Pillow can't read; run `pip install -U 'pillow>=11.3'`"
+    if head[4:8] == b"ftyp" or head.startswith(b"\x1aE\xdf\xa3"):
+        return "a video, where an image is named; name it in 'video', or by jaxvlm.video(FILE)"
     return "not an image that Pillow can read"
 
 

@@ -77,7 +77,7 @@ def _texts(item: dict[str, Any], allowed: Allowed) -> Said:
 
 def _caption(item: dict[str, Any], allowed: Allowed) -> Said:
     """A caption answers its image alone."""
-    if is_empty(item.get("image")) and is_empty(item.get("images")):
+    if all(is_empty(item.get(name)) for name in ("image", "images", "video", "videos")):
         raise BadItem("a caption without an image")
     return [("user", ""), ("assistant", item["caption"])]
 

@@ -48,7 +48,7 @@ class InFile(str):
 
 def as_video(path: str) -> str:
     """The name by which what ``path`` names is read as a video, and not as an image."""
-    return path if is_video(path) else path + _VIDEO
+    return path if is_video(path) else type(path)(path + _VIDEO)
 
 
 def is_video(path: str) -> bool:
@@ -58,7 +58,7 @@ def is_video(path: str) -> bool:
 
 def bare(path: str) -> str:
     """A name without the mark of a video: a file's can be opened."""
-    return path.removesuffix(_VIDEO)
+    return type(path)(path.removesuffix(_VIDEO))
 
 
 def parse(path: str) -> Member | None:

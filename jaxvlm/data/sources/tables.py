@@ -18,7 +18,10 @@ from jaxvlm.data.sources.member_names import InFile, with_file
 DEFAULT = DataConfig()
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif")
 """File extensions of images in a tar."""
-VIDEOS = ("mp4", "webm", "mkv", "mov", "avi", "m4v", "mpg", "mpeg", "ts", "flv", "ogv", "wmv")
+VIDEOS = (
+    *("mp4", "webm", "mkv", "mov", "avi", "m4v", "mpg", "mpeg", "ts", "flv", "ogv", "wmv"),
+    *("3gp", "asf", "m2ts", "mts"),
+)
 """File extensions of videos in a tar."""
 
 PACKED = "packed.json"

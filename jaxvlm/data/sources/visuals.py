@@ -124,6 +124,8 @@ def in_order(
         for mark, what in ((MARK, "images"), (VIDEO_MARK, "videos")):
             if marks.count(mark) != len(rest[mark]):
                 detail = f"{marks.count(mark)} placeholders, {len(rest[mark])} {what}"
+                is_text = mark == VIDEO_MARK and not videos
+                detail += "; data.literal_markers can keep '<video>' as a text" * is_text
                 raise BadItem(f"placeholders and {what} differ in number", detail)
         names = [rest[mark].pop(0) for mark in marks]
         return plain, names

@@ -39,10 +39,11 @@ def evenly(clip: Clip, asked: Asked) -> np.ndarray:
     return np.arange(count) * total // count
 
 
-def middles(clip: Clip, asked: Asked) -> np.ndarray:
-    """InternVL: the frame in the middle of each of equal parts."""
+def middles(clip: Clip, asked: Asked, shift: float | None = None) -> np.ndarray:
+    """InternVL: the frame in the middle of each of equal parts, or ``shift`` from its beginning."""
     total, count = len(clip.pts), _count(clip, asked)
-    return _steps(count, total / count, total / count / 2)
+    step = total / count
+    return _steps(count, step, step / 2 if shift is None else shift)
 
 
 def in_groups(clip: Clip, asked: Asked) -> np.ndarray:

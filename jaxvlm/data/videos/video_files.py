@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,26 +82,35 @@ def read_clip(path: str, max_pixels: int) -> Clip:
         ImageError: it can't be read; the message is the reason.
         DataError: PyAV is not installed.
     """
-    with _opened(path) as (container, stream):
+    with _opened(path, max_pixels) as (container, stream):
+        _check_size(stream.codec_context.width, stream.codec_context.height, max_pixels)
         first = next(container.decode(stream), None)
         if first is None:
             raise ImageError("a video without a frame")
         width, height = first.width, first.height
-        if width * height > max_pixels:
-            raise ImageError(f"more than data.max_pixels={max_pixels} pixels")
-        if max(width, height) > MAX_SIDE:
-            raise ImageError(f"a side of more than {MAX_SIDE} pixels")
+        _check_size(width, height, max_pixels)
         if first.rotation % 180:
             width, height = height, width
         rate, base = float(stream.average_rate or 0), float(stream.time_base or 0)
-    with _opened(path) as (container, stream):
-        packets = [p for p in container.demux(stream) if p.size and not p.is_discard]
-        pts = [p.pts for p in packets]
-        key = [bool(p.is_keyframe) for p in packets]
-        if stream.frames > len(pts):
+        is_avi = container.format.name == "avi"
+        has_later = bool(stream.codec_context.has_b_frames)
+    with _opened(path, max_pixels) as (container, stream):
+        found, count = [], 0
+        for packet in container.demux(stream):
+            count += packet.dts is not None or packet.size > 0
+            if packet.size and not packet.is_discard:
+                found.append((packet.pts, packet.is_keyframe))
+        if is_avi and stream.frames > count:
             raise ImageError("truncated file")
-        if None in pts:
-            return _counted(path, rate, width, height)
+    pts, key = [x[0] for x in found], [bool(x[1]) for x in found]
+    # An AVI's timestamps are those of decoding: frames that are decoded before they are shown
+    # have others.
+    if None in pts or (is_avi and has_later):
+        return _counted(path, rate, width, height, max_pixels)
+    if True in key:  # what comes before can't be decoded: a recording may begin anywhere
+        begin = key.index(True)
+        kept = [i for i in range(begin, len(pts)) if pts[i] >= pts[begin]]
+        pts, key = [pts[i] for i in kept], [key[i] for i in kept]
     order = np.argsort(np.asarray(pts, np.int64), kind="stable")
     stamps = np.asarray(pts, np.int64)[order]
     if len(np.unique(stamps)) < len(stamps):
@@ -119,12 +128,17 @@ def read_clip(path: str, max_pixels: int) -> Clip:
 
 
 def _is_short(file: Any) -> bool:
-    """Whether a Matroska or WebM file says that it is longer than it is; FFmpeg reads on."""
+    """Whether a Matroska or MP4 file says that it is longer than it is; FFmpeg reads on."""
+    size = file.seek(0, io.SEEK_END)
     file.seek(0)
-    head, size = file.read(512), file.seek(0, io.SEEK_END)
+    head = file.read(512)
+    if head[4:8] == b"ftyp":
+        return _has_short_box(file, size)
     at = head.find(_SEGMENT)
     if not head.startswith(_EBML) or at < 0:
         return False
+    if len(head) <= at + 4:
+        return True
     first = head[at + 4]
     count = 9 - first.bit_length()  # bytes of the length: the first one's leading zeros say it
     said = int.from_bytes(head[at + 4 : at + 4 + count], "big") & ~(1 << 7 * count)
@@ -132,24 +146,55 @@ def _is_short(file: Any) -> bool:
     return said != unknown and at + 4 + count + said > size
 
 
-def _counted(path: str, rate: float, width: int, height: int) -> Clip:
+def _has_short_box(file: Any, size: int) -> bool:
+    """Whether a box of an MP4 or MOV file ends after the file."""
+    at = 0
+    while at + 8 <= size:
+        file.seek(at)
+        head = file.read(16)
+        length = int.from_bytes(head[:4], "big")
+        if length == 1:
+            length = int.from_bytes(head[8:16], "big")
+        if length == 0:  # to the file's end
+            return False
+        if length < 8 or at + length > size:
+            return True
+        at += length
+    return at != size
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    """Refuse frames that are too large; raises ImageError."""
+    if width * height > max_pixels:
+        raise ImageError(f"more than data.max_pixels={max_pixels} pixels")
+    if max(width, height) > MAX_SIDE:
+        raise ImageError(f"a side of more than {MAX_SIDE} pixels")
+
+
+def _counted(path: str, rate: float, width: int, height: int, max_pixels: int) -> Clip:
     """A clip whose file has no timestamps: its frames are counted by decoding all of them."""
-    with _opened(path) as (container, stream):
+    with _opened(path, max_pixels) as (container, stream):
         count = sum(1 for _ in container.decode(stream))
     index, rate = np.arange(count), rate or 1.0
     return Clip(index, index == 0, index / rate, rate, width, height, is_timed=False)
 
 
-def read_frames(path: str, clip: Clip, frames: Sequence[int]) -> list[np.ndarray]:
+def read_frames(
+    path: str,
+    clip: Clip,
+    frames: Sequence[int],
+    change: Callable[[np.ndarray], np.ndarray] = np.asarray,
+) -> list[np.ndarray]:
     """Decode frames of a video, upright.
 
     Args:
         path: the video.
         clip: result of :func:`read_clip`.
         frames: indices into ``clip``.
+        change: applied to each when it is decoded, so that large frames need not be kept.
 
     Returns:
-        u8[H, W, 3] of each.
+        What ``change`` makes of u8[H, W, 3] of each.
 
     Raises:
         ImageError: one can't be decoded; the message is the reason.
@@ -157,11 +202,12 @@ def read_frames(path: str, clip: Clip, frames: Sequence[int]) -> list[np.ndarray
     wanted = sorted({int(clip.pts[i]) for i in frames})
     found: dict[int, np.ndarray] = {}
     if clip.is_timed:
+        # After a seek, frames may refer to some before it; decoding all of them then helps.
+        with contextlib.suppress(ImageError), _opened(path) as opened:
+            found = _by_seeking(*opened, clip, wanted, change)
+    if len(found) < len(wanted):
         with _opened(path) as opened:
-            found = _by_seeking(*opened, clip, wanted)
-    if len(found) < len(wanted):  # no timestamps, or an index that leads elsewhere
-        with _opened(path) as opened:
-            found = _in_order(*opened, clip, wanted)
+            found = _in_order(*opened, clip, wanted, change)
     missing = [i for i in frames if int(clip.pts[i]) not in found]
     if missing:
         raise ImageError(f"frame {missing[0] + 1} of {len(clip.pts)} can't be decoded")
@@ -169,7 +215,11 @@ def read_frames(path: str, clip: Clip, frames: Sequence[int]) -> list[np.ndarray
 
 
 def _by_seeking(
-    container: Any, stream: Any, clip: Clip, wanted: Sequence[int]
+    container: Any,
+    stream: Any,
+    clip: Clip,
+    wanted: Sequence[int],
+    change: Callable[[np.ndarray], np.ndarray],
 ) -> dict[int, np.ndarray]:
     """Decode from the last key frame before each wanted one, unless that was passed already."""
     found: dict[int, np.ndarray] = {}
@@ -189,14 +239,18 @@ def _by_seeking(
                 continue
             place = frame.pts
             if place in chosen:
-                found[place] = _upright(frame)
+                found[place] = change(_upright(frame))
             if place >= target:
                 break
     return found
 
 
 def _in_order(
-    container: Any, stream: Any, clip: Clip, wanted: Sequence[int]
+    container: Any,
+    stream: Any,
+    clip: Clip,
+    wanted: Sequence[int],
+    change: Callable[[np.ndarray], np.ndarray],
 ) -> dict[int, np.ndarray]:
     """Decode all frames up to the last wanted one."""
     found: dict[int, np.ndarray] = {}
@@ -204,7 +258,7 @@ def _in_order(
     for i, frame in enumerate(container.decode(stream)):
         stamp = frame.pts if clip.is_timed else i
         if stamp in chosen:
-            found[stamp] = _upright(frame)
+            found[stamp] = change(_upright(frame))
             if len(found) == len(chosen):
                 break
     return found
@@ -213,12 +267,17 @@ def _in_order(
 def _upright(frame: Any) -> np.ndarray:
     if frame.is_corrupt:
         raise ImageError("a damaged frame")
+    for side in frame.side_data:
+        if side.type.name == "DISPLAYMATRIX":
+            a, b, _, c, d = np.frombuffer(side, "<i4").astype(np.float64)[:5]
+            if a * d < b * c:
+                raise ImageError("a video that is shown mirrored; save it as it is to be seen")
     pixels = frame.to_ndarray(format="rgb24")
     return np.ascontiguousarray(np.rot90(pixels, frame.rotation // 90))
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[tuple[Any, Any]]:
+def _opened(path: str, max_pixels: int = 2**31 - 1) -> Iterator[tuple[Any, Any]]:
     """Open a file and its video stream; what FFmpeg raises meanwhile becomes an ImageError."""
     try:
         import av
@@ -226,7 +285,6 @@ def _opened(path: str) -> Iterator[tuple[Any, Any]]:
         raise DataError(
             f"{shown(path)}: videos are read by PyAV; install it: pip install 'jaxvlm[video]'"
         ) from None
-    av.logging.set_level(av.logging.PANIC)  # faults are raised; it would print them as well
     with contextlib.ExitStack() as stack:
         file: Any = io.BytesIO(image_files.read_bytes(path)) if not is_file(path) else None
         if file is None:
@@ -239,14 +297,26 @@ def _opened(path: str) -> Iterator[tuple[Any, Any]]:
         file.seek(0)
         try:
             container = stack.enter_context(av.open(file, options=_OPTIONS))
+        except UnicodeError:
+            raise ImageError("can't be decoded: a damaged header") from None
+        except (av.FFmpegError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ImageError(f"not a video that FFmpeg can read: {reason}") from None
+        try:
             streams = [
                 s for s in container.streams.video if not s.disposition & s.disposition.attached_pic
             ]
             if not streams:
                 raise ImageError("a file without a video")
+            if streams[0].codec_context is None:
+                raise ImageError("can't be decoded: FFmpeg has no decoder for it")
             # What a decoder can't repair is to be an error: FFmpeg would show grey blocks.
-            streams[0].codec_context.options = {"err_detect": "explode"}
+            # A larger frame than the header's is one, too.
+            limit = {"max_pixels": str(min(max_pixels, 2**31 - 1))}
+            streams[0].codec_context.options = {"err_detect": "explode", **limit}
             yield container, streams[0]
+        except ImageError:
+            raise
         except av.FFmpegError as error:
             reason = error.strerror or str(error)
             raise ImageError(f"can't be decoded: {reason}") from None

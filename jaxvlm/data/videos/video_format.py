@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -38,33 +37,49 @@ class VideoFormat(NamedTuple):
     """Chooses frames."""
     asked: Asked
     """How many."""
-    convert: Callable[[Sequence[np.ndarray]], Pixels]
-    """u8[H, W, 3] of each frame -> u8[tiles, ..., H', W', 3], preprocessed. A tile is a frame, a
-    frame of a dim for each of those that become one, or a part of a frame."""
+    change: Callable[[np.ndarray, int], np.ndarray]
+    """(u8[H, W, 3], number of frames) -> a frame preprocessed, u8[H', W', 3], or its tiles."""
     span: Callable[[Shown], Span]
     """The tokens of a video."""
     fingerprint: str
     """Formats with equal fingerprints show the same pixels."""
     max_tokens: int = 0
     """Maximum number of visual tokens of a video: frames are left out until they fit; 0: none."""
+    group: int = 0
+    """Frames that become one tile, u8[group, H', W', 3]; 0: each frame has tiles of its own."""
+    max_pixels: int = sys.maxsize
+    """Maximum of a frame's width times height."""
 
-    def of_file(self, path: str, max_pixels: int = sys.maxsize) -> Span:
+    def of_file(self, path: str) -> Span:
         """Compute the token span of a video file.
 
         Raises:
             ImageError: it can't be read, or takes too many tokens.
         """
-        return self._shown(video_files.read_clip(path, max_pixels))[1]
+        return self._shown(video_files.read_clip(path, self.max_pixels))[1]
 
     def decode(self, path: str, max_pixels: int) -> Pixels:
-        """Decode and preprocess the frames of a video; see :attr:`convert`.
+        """Decode and preprocess the frames of a video.
+
+        Returns:
+            u8[tiles, H', W', 3], or with a ``group`` u8[tiles, group, H', W', 3].
 
         Raises:
             ImageError: a frame can't be decoded; the message is the reason.
         """
         clip = video_files.read_clip(path, max_pixels)
-        frames, _ = self._shown(clip)
-        return self.convert(video_files.read_frames(path, clip, frames.tolist()))
+        frames = self._shown(clip)[0].tolist()
+        done = video_files.read_frames(
+            path, clip, frames, lambda frame: self.change(frame, len(frames))
+        )
+        return self.joined(done)
+
+    def joined(self, frames: Sequence[np.ndarray]) -> Pixels:
+        """The tiles of preprocessed frames, one after another; see :meth:`decode`."""
+        if not self.group:
+            return np.concatenate([x[None] if x.ndim == 3 else x for x in frames])
+        padded = [*frames, *[frames[-1]] * (-len(frames) % self.group)]
+        return np.stack(padded).reshape(-1, self.group, *padded[0].shape)
 
     def sampled(self, fps: float, num_frames: int) -> VideoFormat:
         """The format with another number of frames; see ``VideoConfig``."""
@@ -73,7 +88,7 @@ class VideoFormat(NamedTuple):
 
     def times(self, path: str) -> list[float]:
         """Seconds at which the frames that are shown are in the video."""
-        clip = video_files.read_clip(path, sys.maxsize)
+        clip = video_files.read_clip(path, self.max_pixels)
         return [float(x) for x in clip.times[self._shown(clip)[0]]]
 
     def _shown(self, clip: Clip) -> tuple[np.ndarray, Span]:
@@ -87,9 +102,11 @@ class VideoFormat(NamedTuple):
                 return frames, span
             fewer = min(count * self.max_tokens // tokens, count - 1) // group * group
             if not fewer or count >= before:
-                where = "a frame" if group == 1 else f"{group} frames"
+                least = (
+                    f"{count} frames" if fewer else f"{group} frames" if group > 1 else "1 frame"
+                )
                 raise ImageError(
-                    f"more than data.video.max_tokens={self.max_tokens} tokens in {where}"
+                    f"more than data.video.max_tokens={self.max_tokens} tokens in {least}"
                 )
             asked, before = asked._replace(num_frames=fewer), count
 
@@ -108,10 +125,10 @@ def asked_of(video: VideoConfig, asked: Asked) -> Asked:
     if video.max_frames:
         least = min(asked.min_frames, video.max_frames)
         asked = asked._replace(max_frames=video.max_frames, min_frames=least)
-    return asked._replace(num_frames=video.num_frames or asked.num_frames)
+    count = video.num_frames or asked.num_frames
+    return asked._replace(num_frames=min(count, video.max_frames or count))
 
 
 def fingerprint(*parts: object) -> str:
-    """Hash of what the frames and pixels of a video follow from, besides its file."""
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return f"video|{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+    """What the frames and pixels of a video follow from, besides its file, to be read by people."""
+    return f"video {json.dumps(parts, default=str)}"

@@ -7,6 +7,7 @@ hundred.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import pathlib
@@ -21,7 +22,6 @@ from jaxvlm.config.data import VideoConfig
 from jaxvlm.config.merge import write_json
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import resize
-from jaxvlm.data.images.patches import Pixels
 from jaxvlm.data.videos import sampling
 from jaxvlm.data.videos.sampling import Asked, Sample
 from jaxvlm.data.videos.video_format import asked_of
@@ -38,10 +38,14 @@ class Processor(NamedTuple):
     asked: Asked
     size: Callable[[int, int, int], tuple[int, int]]
     """(frames, width, height) of a video -> (height, width) of its preprocessed frames."""
-    convert: Callable[[Sequence[np.ndarray]], Pixels]
-    """See :attr:`VideoFormat.convert`."""
+    change: Callable[[np.ndarray, int], np.ndarray]
+    """See :attr:`VideoFormat.change`."""
     settings: Mapping[str, Any]
     """What the pixels follow from."""
+    group: int = 0
+    """See :attr:`VideoFormat.group`."""
+    checked: Mapping[str, Any] = {}
+    """Settings of the file that have to be the model's."""
 
 
 class _Kind(NamedTuple):
@@ -88,15 +92,6 @@ _KINDS = {
     ),
     "internvl": _Kind("InternVLVideoProcessor", sampling.middles, _SQUARE),
     "llava_onevision": _Kind("LlavaOnevisionVideoProcessor", sampling.evenly, _SQUARE),
-    "llava_next_video": _Kind(
-        "LlavaNextVideoVideoProcessor",
-        sampling.evenly,
-        {
-            "size": {"shortest_edge": 224},
-            "crop_size": {"height": 224, "width": 224},
-            "do_center_crop": True,
-        },
-    ),
 }
 """``model_type`` -> its video processor, with defaults as of transformers 5."""
 _BICUBIC = 3
@@ -117,8 +112,14 @@ def load(folder: str | os.PathLike[str], model_type: str, video: VideoConfig) ->
     """
     kind = _KINDS[model_type]
     path, given = _read(pathlib.Path(folder))
+    names = ["image_mean", "image_std"]
+    if kind.sample in (sampling.in_groups, sampling.from_first_to_last):
+        names += ["patch_size", "merge_size", "temporal_patch_size"]
+    checked = {name: given[name] for name in names if given.get(name) is not None}
     try:
-        return _load(path, given, kind, video)
+        return _load(path, given, kind, video)._replace(checked=checked)
+    except DataError:
+        raise
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}") from None
 
@@ -188,6 +189,8 @@ def _load(
         )
     file = {name: value for name, value in given.items() if value is not None}
     settings = {**kind.defaults, **file}
+    if abs(255 * float(settings.get("rescale_factor", 1 / 255)) - 1) > 1e-6:
+        raise DataError(f"{path}: rescale_factor is not supported for videos, only 1/255")
     for name in _ON:
         if not settings.get(name, True):
             raise DataError(f"{path}: {name}=False is not supported for videos; set it to true")
@@ -208,18 +211,21 @@ def _load(
         asked = asked._replace(max_frames=most, num_frames=0)
     elif not asked.num_frames and not asked.fps:
         asked = asked._replace(num_frames=_DEFAULT_FRAMES)
-    steps = _steps(settings | ({"size": own["video_size"]} if "video_size" in own else {}))
+    size = file.get("size") or own.get("video_size")  # as theirs, whatever is said first
+    steps = _steps(settings | ({"size": size} if size else {}))
     resample = Image.Resampling(settings.get("resample", _BICUBIC))
 
-    def convert(frames: Sequence[np.ndarray]) -> Pixels:
-        return np.stack([_through(steps, frame, resample) for frame in frames])
+    def change(frame: np.ndarray, count: int) -> np.ndarray:
+        return _through(steps, frame, resample)
 
-    probe = convert([np.zeros((40, 60, 3), np.uint8)])
-    side = probe.shape[1:3]
+    height, width = change(np.zeros((40, 60, 3), np.uint8), 1).shape[:2]
+    side = height, width
     pixels = [str(steps), int(resample)]
-    return Processor(
-        kind.sample, asked_of(video, asked), lambda *_: side, convert, {"pixels": pixels}
-    )
+    sample = kind.sample
+    if sample is sampling.middles and settings.get("initial_shift", True) is not True:
+        sample = functools.partial(sample, shift=float(settings["initial_shift"]))
+        pixels.append(f"shift {settings['initial_shift']}")
+    return Processor(sample, asked_of(video, asked), lambda *_: side, change, {"pixels": pixels})
 
 
 def _any_size(
@@ -233,12 +239,13 @@ def _any_size(
         video.pixels_range, ("shortest_edge", "longest_edge"), ("min_pixels", "max_pixels"),
         strict=True,
     ):  # fmt: skip
-        size[key] = int(own or settings.get(old) or size[key])
+        theirs = settings.get(old) if kind.sample is sampling.in_groups else None
+        size[key] = int(own or theirs or size[key])
     least, most = size["shortest_edge"], size["longest_edge"]
     if not 0 < least <= most:
         raise DataError(
-            f"{path}: videos of {least} to {most} pixels; set data.video.pixels_range to a minimum "
-            "and a maximum"
+            f"data.video.pixels_range={video.pixels_range} with the limits of {path}: videos of "
+            f"{least} to {most} pixels; set it to a minimum and a larger maximum"
         )
     whole = kind.sample is sampling.from_first_to_last  # limits are those of all frames together
     tokens = int(settings["max_video_tokens"]) if settings.get("cap_pixels_per_frame") else 0
@@ -253,23 +260,23 @@ def _any_size(
 
     def fit(frames: int, width: int, height: int) -> tuple[int, int]:
         largest, floor = most, int(least * 1.05)
+        budget = video.max_tokens * side**2 * group or largest * frames  # pixels of all frames
         if whole:
             if tokens:
                 largest = max(min(tokens * side**2, most // frames), floor) * frames
-            return _fit_video(frames, width, height, group, side, least, largest)
+            largest = min(largest, budget)
+            return _fit_video(frames, width, height, group, side, min(least, largest), largest)
         if tokens:
             largest = max(min(most, int(tokens * side**2 * 0.9) * group // frames), floor)
-        wide, high = resize.fit(width, height, side, least, largest)
+        largest = min(largest, max(budget // frames, 1))
+        wide, high = resize.fit(width, height, side, min(least, largest), largest)
         return high, wide
 
-    def convert(frames: Sequence[np.ndarray]) -> Pixels:
-        height, width = fit(len(frames), frames[0].shape[1], frames[0].shape[0])
-        done = [_resized(frame, height, width, resample) for frame in frames]
-        done += done[-1:] * (-len(done) % group)
-        return np.stack(done).reshape(-1, group, height, width, 3)
+    def change(frame: np.ndarray, count: int) -> np.ndarray:
+        return _resized(frame, *fit(count, frame.shape[1], frame.shape[0]), resample)
 
-    pixels = [kind.name, least, most, tokens, side, group, int(resample)]
-    return Processor(kind.sample, asked_of(video, asked), fit, convert, {"pixels": pixels})
+    pixels = [kind.name, least, most, tokens, video.max_tokens, side, group, int(resample)]
+    return Processor(kind.sample, asked_of(video, asked), fit, change, {"pixels": pixels}, group)
 
 
 def _fit_video(
