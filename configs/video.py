@@ -53,8 +53,8 @@ def get_config(arg: str = "videos") -> Config:
                 width=64, depth=2, mlp_dim=192, num_heads=4, num_kv_heads=4, head_dim=16
             ),
         ),
-        optim=OptimConfig(learning_rate=1e-3, b2=0.99, warmup_steps=100),
-        epochs=12.0,
+        optim=OptimConfig(learning_rate=2e-3, b2=0.99, warmup_steps=100),
+        epochs=10.0,
         log_every=50,
         eval_every=0,
         checkpoint=CheckpointConfig(every=500),

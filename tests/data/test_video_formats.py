@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pathlib
+import tarfile
 
 import numpy as np
 import pytest
 
 from jaxvlm.config import ConfigError, DataConfig
 from jaxvlm.config.data import VideoConfig
-from jaxvlm.data.errors import ImageError
+from jaxvlm.data.conversations.dataset import load_dataset
+from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.member_names import as_video, bare, is_video, parse, with_file
 from jaxvlm.data.videos import sampling, video_files
 from jaxvlm.data.videos.sampling import Asked
-from jaxvlm.data.videos.video_format import VideoFormat, asked_of
-from jaxvlm.types import Span
+from jaxvlm.data.videos.video_format import Shown, VideoFormat, asked_of
+from jaxvlm.hf import video_families
+from jaxvlm.types import ChatStyle, Span
 from tests.data.video_cases import frames, write
 
 
@@ -283,3 +287,42 @@ def test_a_videos_name_is_its_files(name):
     assert not is_video(name) and parse(video) == parse(name)
     moved = with_file(video, lambda file: f"/new{file}")
     assert is_video(moved) and bare(moved) == with_file(name, lambda file: f"/new{file}")
+
+
+def test_a_tars_videos_are_found_from_any_folder(tmp_path, monkeypatch):
+    path = write(str(tmp_path / "a.mp4"), frames(4, 48, 32))
+    (tmp_path / "d").mkdir()
+    with tarfile.open(tmp_path / "d" / "s.tar", "w") as tar:
+        for i in range(2):
+            tar.add(path, f"{i}.mp4")
+            text = json.dumps({"question": "is it?", "answer": "yes"} if i else {"caption": "a"})
+            info = tarfile.TarInfo(f"{i}.json")
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text.encode()))
+    monkeypatch.chdir(tmp_path)
+    records, problems = conversation_formats.read("d/s.tar")
+    assert not problems and len(records) == 2
+    for record in records:
+        assert is_video(record.images[0])
+        assert len(video_files.read_clip(record.images[0], 10**6).pts) == 4
+
+
+@pytest.mark.parametrize("own_form", [False, True])
+def test_frames_as_images_are_written_as_images(own_form):
+    """What a family writes around an image is around each frame."""
+    style = ChatStyle("<W>", "(<image>)", video="<video>" if own_form else "")
+    span = video_families.as_images(
+        lambda width, height: Span.of(7, 2), lambda text: list(map(ord, text)), style, "<image>"
+    )(Shown(np.arange(3.0), 3.0, 8, 8))
+    text = "".join("V" if i == 7 else chr(i) for i in span.ids.tolist())
+    assert text == ("(VV)(VV)(VV)" if own_form else "VV)(VV)(VV")
+    assert np.flatnonzero(np.diff(span.tile) > 0).size + (span.tile[0] > 0) == 3
+    assert span.positions[0].tolist() == list(range(len(text))) and span.advance == len(text)
+
+
+def test_settings_of_videos_without_a_video_are_refused(word_tokenizer, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(said("is it?")) + "\n")
+    config = DataConfig(train=str(path), video=VideoConfig(num_frames=3))
+    with pytest.raises(DataError, match=r"data\.video is set, but no record has a video"):
+        load_dataset(config, word_tokenizer, image_size=8, num_patches=4)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxvlm.config import DataConfig, PairDataConfig
+from jaxvlm.config import DataConfig, PairDataConfig, VideoConfig
 from jaxvlm.data import errors, image_placeholders
 from jaxvlm.data.conversations import mixture_records, packing, tokenize
 from jaxvlm.data.errors import DataError, Part, Problem
@@ -112,6 +112,9 @@ def build(
     if not len(pieces.num_tokens):
         reasons = f"`{errors.check_command(name, config)}` lists the reasons"
         raise DataError(f"{name}: no usable record is left; {reasons}")
+    has_videos = any(map(is_video, corpus.paths))
+    if config.video != VideoConfig() and not has_videos and not config.eval:
+        raise DataError(f"{name}: data.video is set, but no record has a video; leave it out")
     different = {id(span): span for span in corpus.spans}.values()
     tiles = [packing.count_tiles(corpus, images) for images in corpus.images]
     facts = Facts(
@@ -125,7 +128,7 @@ def build(
         has_parents=bool((pieces.record < 0).any()),
         has_images=any(pieces.images),
         unknown=int(np.sum(corpus.loss & (corpus.tokens == tokenizer.unk_id))),
-        has_videos=any(map(is_video, corpus.paths)),
+        has_videos=has_videos,
     )
     return Content(records, corpus, pieces, facts, parts)
 

@@ -32,6 +32,7 @@ _OF_CONVERSATIONS = (
     "on_too_long",
     "packing",
     "share_images",
+    "video",
 )
 """Data settings that are not read for pairs."""
 _AUGMENT, _NEGATIVES = 0x9A6, 0x9E6  # tags of random streams
