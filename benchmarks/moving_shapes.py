@@ -1,11 +1,13 @@
 """Short videos of a moving shape, and a question that no single frame answers: which way?
 
     python -m benchmarks.moving_shapes videos
+    python -m benchmarks.moving_shapes --runs runs/video runs/control
 
 A shape of any colour begins anywhere on a background of its own and moves to the left, to the
 right, up or down by the same way; where it would leave the picture it comes in again on the other
 side, so that no place says where it goes. The folder gets ``train.jsonl``, ``test.jsonl`` and the
-videos (H.264, 8 frames a second, a second long); the same seed gives the same pixels.
+videos (H.264, 8 frames a second, a second long); the same seed gives the same pixels. ``--runs``
+writes what runs of configs/video.py found to the result file.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
+
+from benchmarks import common
 
 SIDE, FRAMES, RATE, STEP = 64, 8, 8, 6
 """Pixels of a side; frames of a video; frames a second; pixels from a frame to the next."""
@@ -81,13 +86,38 @@ def write(folder: pathlib.Path, name: str, count: int, seed: int) -> None:
     (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
+def report(workdir: pathlib.Path) -> dict[str, Any]:
+    """What a run of configs/video.py was, and its last evaluation."""
+    config = json.loads((workdir / "config.json").read_text())["config"]
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if "eval/exact_match" in row][-1]
+    train = [row for row in rows if "train/loss" in row]
+    enough = next((row["step"] for row in train if row["train/accuracy"] > 0.99), None)
+    return {
+        "frames": config["data"]["video"]["num_frames"],
+        "learning_rate": config["optim"]["learning_rate"],
+        "steps": last["step"],
+        "step_with_training_accuracy_over_0.99": enough,
+        "test_videos": int(last["eval/answers"]),
+        "exact_match": last["eval/exact_match"],
+        "exact_match_with_another_video": last["eval/blind/exact_match"],
+    }
+
+
 def main() -> None:
-    """Write both splits."""
+    """Write both splits, or the report of runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("folder", type=pathlib.Path, nargs="?")
+    parser.add_argument("--runs", type=pathlib.Path, nargs="+", help="workdirs to report")
     parser.add_argument("--train", type=int, default=6000, help="number of training videos")
     parser.add_argument("--test", type=int, default=600, help="number of test videos")
     options = parser.parse_args()
+    if options.runs:
+        runs = [report(workdir) for workdir in options.runs]
+        common.write("video_cpu", {"environment": common.environment(), "runs": runs})
+        return
+    if options.folder is None:
+        parser.error("name a folder for the videos, or --runs")
     write(options.folder, "train", options.train, 0)
     write(options.folder, "test", options.test, 1)
 

@@ -42,7 +42,7 @@ class Progress:
             console: where to print; stderr by default, so that stdout has results only.
             name: in front of each line, where one process has several runs.
         """
-        self._console = console or Console(stderr=True)
+        self._console = console or Console(stderr=True, emoji=False)
         self._active = jax.process_index() == 0
         self._total, self._start, self._title = total, start, named(name, title)
         self._name = name
