@@ -4,7 +4,7 @@
     python -m benchmarks.moving_shapes --runs runs/video runs/control
 
 A shape of any colour begins anywhere on a background of its own and moves to the left, to the
-right, up or down by the same way; where it would leave the picture it comes in again on the other
+right, up or down by the same way; where it would leave the image it comes in again on the other
 side, so that no place says where it goes. The folder gets ``train.jsonl``, ``test.jsonl`` and the
 videos (H.264, 8 frames a second, a second long); the same seed gives the same pixels. ``--runs``
 writes what runs of configs/video.py found to the result file.
@@ -114,7 +114,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.runs:
         runs = [report(workdir) for workdir in options.runs]
-        common.write("video_cpu", {"environment": common.environment(), "runs": runs})
+        common.write("video_cpu.json", {"environment": common.environment(), "runs": runs})
         return
     if options.folder is None:
         parser.error("name a folder for the videos, or --runs")
