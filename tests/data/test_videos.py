@@ -246,3 +246,10 @@ def test_large_frames_are_refused_by_the_setting(bright, tmp_path):
     path = write(str(tmp_path / "a.mp4"), bright[:3])
     with pytest.raises(ImageError, match=r"data\.max_pixels=3000"):
         video_files.read_clip(path, 3000)
+
+
+def test_what_follows_a_whole_file_is_no_damage(bright, tmp_path):
+    path = write(str(tmp_path / "a.mp4"), bright)
+    with open(path, "ab") as file:
+        file.write(b"appended by somebody")
+    assert len(video_files.read_clip(path, 10**6).pts) == 40

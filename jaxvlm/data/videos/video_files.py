@@ -147,9 +147,10 @@ def _is_short(file: Any) -> bool:
 
 
 def _has_short_box(file: Any, size: int) -> bool:
-    """Whether a box of an MP4 or MOV file ends after the file."""
-    at = 0
-    while at + 8 <= size:
+    """Whether a box of an MP4 or MOV file ends after the file; after its index and its frames,
+    anything may follow."""
+    at, seen = 0, set[bytes]()
+    while at + 8 <= size and not seen >= {b"moov", b"mdat"}:
         file.seek(at)
         head = file.read(16)
         length = int.from_bytes(head[:4], "big")
@@ -159,8 +160,9 @@ def _has_short_box(file: Any, size: int) -> bool:
             return False
         if length < 8 or at + length > size:
             return True
+        seen.add(head[4:8])
         at += length
-    return at != size
+    return False
 
 
 def _check_size(width: int, height: int, max_pixels: int) -> None:

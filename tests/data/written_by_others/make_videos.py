@@ -29,7 +29,6 @@ def without_cuda() -> None:
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    types.SimpleNamespace(library=library)
     sys.modules["_kept"] = library  # freed definitions are lost
 
 
