@@ -150,7 +150,7 @@ def _has_short_box(file: Any, size: int) -> bool:
     """Whether a box of an MP4 or MOV file ends after the file; after its index and its frames,
     anything may follow."""
     at, seen = 0, set[bytes]()
-    while at + 8 <= size and not seen >= {b"moov", b"mdat"}:
+    while at + 8 <= size:
         file.seek(at)
         head = file.read(16)
         length = int.from_bytes(head[:4], "big")
@@ -158,9 +158,10 @@ def _has_short_box(file: Any, size: int) -> bool:
             length = int.from_bytes(head[8:16], "big")
         if length == 0:  # to the file's end
             return False
+        kind = head[4:8]
         if length < 8 or at + length > size:
-            return True
-        seen.add(head[4:8])
+            return kind in (b"moov", b"moof", b"mdat") or not seen >= {b"moov", b"mdat"}
+        seen.add(kind)
         at += length
     return False
 
