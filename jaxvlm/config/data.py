@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 from jaxvlm.config.convert import NO_OPTIONS, ConfigError, Options
@@ -82,11 +81,7 @@ class VideoConfig:
     the checkpoint's video processor."""
 
     def __post_init__(self) -> None:
-        """Refuse what no video can be sampled by; also where no file of settings is checked."""
-        if not 0 <= self.fps < math.inf:
-            raise ConfigError(f"fps={self.fps} of videos: must be 0 or more frames a second")
-        if self.num_frames < 0:
-            raise ConfigError(f"num_frames={self.num_frames} of videos: must be 0 or more")
+        """Refuse two ways of sampling at once."""
         if self.fps and self.num_frames:
             raise ConfigError(
                 f"fps={self.fps:g} and num_frames={self.num_frames} of videos: set one of them; "

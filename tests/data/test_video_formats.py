@@ -78,7 +78,7 @@ def test_frames_are_left_out_until_a_video_fits(budget, group, clip):
 ])  # fmt: skip
 def test_settings_that_say_nothing_are_refused(settings):
     with pytest.raises(ConfigError, match=r"fps|num_frames"):
-        VideoConfig(**settings)
+        format_of().sampled(**{"fps": 0.0, "num_frames": 0, **settings})
 
 
 def test_without_frames_to_say_how_many_max_frames_still_limits(clip):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxvlm.config import ConfigError
 from jaxvlm.config.data import VideoConfig
 from jaxvlm.data.errors import ImageError
 from jaxvlm.data.images.patches import Pixels
@@ -82,7 +84,15 @@ class VideoFormat(NamedTuple):
         return np.stack(padded).reshape(-1, self.group, *padded[0].shape)
 
     def sampled(self, fps: float, num_frames: int) -> VideoFormat:
-        """The format with another number of frames; see ``VideoConfig``."""
+        """The format with another number of frames; see ``VideoConfig``.
+
+        Raises:
+            ConfigError: a number can't be one of frames, or both are given.
+        """
+        if not 0 <= fps < math.inf or num_frames < 0:
+            raise ConfigError(
+                f"fps={fps} and num_frames={num_frames} of videos: must be 0 or more, and finite"
+            )
         asked = asked_of(VideoConfig(fps=fps, num_frames=num_frames), self.asked)
         return self._replace(asked=asked, fingerprint=fingerprint(self.fingerprint, asked))
 
