@@ -95,9 +95,9 @@ def test_a_budget_below_a_frame_is_refused(group, what, clip):
 @pytest.mark.parametrize("degrees", [90, 180, 270])
 def test_a_rotated_video_is_upright(degrees, tmp_path):
     """A phone writes how its frames are turned into the header of the track."""
-    picture = np.zeros((3, 32, 48, 3), np.uint8)
-    picture[:, :16, :24] = 200  # above, on the left
-    path = write(str(tmp_path / "a.mp4"), picture)
+    turned = np.zeros((3, 32, 48, 3), np.uint8)
+    turned[:, :16, :24] = 200  # above, on the left
+    path = write(str(tmp_path / "a.mp4"), turned)
     content = pathlib.Path(path).read_bytes()
     at = content.index(b"tkhd") + 44  # after times, id, duration, layer and volume
     cos, sin = (round(65536 * f(np.deg2rad(degrees))) for f in (np.cos, np.sin))
@@ -106,7 +106,7 @@ def test_a_rotated_video_is_upright(degrees, tmp_path):
     clip = video_files.read_clip(path, 10**6)
     assert (clip.width, clip.height) == ((32, 48) if degrees % 180 else (48, 32))
     (found,) = video_files.read_frames(path, clip, [1])
-    wanted = np.rot90(picture[1], -degrees // 90)  # the matrix turns clockwise
+    wanted = np.rot90(turned[1], -degrees // 90)  # the matrix turns clockwise
     assert found.shape == wanted.shape and np.abs(found.astype(int) - wanted).mean() < 8
 
 
@@ -180,9 +180,9 @@ def test_a_trimmed_video_is_read_from_its_cut(tmp_path):
 
 
 def test_an_hour_is_read_by_its_key_frames(tmp_path, monkeypatch):
-    picture = np.zeros((3600, 16, 16, 3), np.uint8)
-    picture[:] = (np.arange(3600) // 16)[:, None, None, None]
-    path = write(str(tmp_path / "a.mp4"), picture, rate=1, gop=30)
+    greys_of = np.zeros((3600, 16, 16, 3), np.uint8)
+    greys_of[:] = (np.arange(3600) // 16)[:, None, None, None]
+    path = write(str(tmp_path / "a.mp4"), greys_of, rate=1, gop=30)
     clip = video_files.read_clip(path, 10**6)
     assert clip.duration == 3600
     decoded = 0

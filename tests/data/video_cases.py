@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fractions
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -61,9 +62,7 @@ class Kind(NamedTuple):
     those of its call."""
 
 
-def _qwen3(count: int) -> dict[str, Any]:
-    import types
-
+def _qwen(count: int) -> dict[str, Any]:
     return {
         "inputs": {"video_grid_thw": np.asarray([[-(-count // 2), 2, 4]])},
         "video_processor": types.SimpleNamespace(merge_size=2, temporal_patch_size=2),
@@ -71,10 +70,6 @@ def _qwen3(count: int) -> dict[str, Any]:
         "vision_start_token": "<|vision_start|>",
         "vision_end_token": "<|vision_end|>",
     }
-
-
-def _qwen2(count: int) -> dict[str, Any]:
-    return _qwen3(count)
 
 
 def _smolvlm(count: int) -> dict[str, Any]:
@@ -106,8 +101,8 @@ def _onevision(count: int) -> dict[str, Any]:
 
 
 KINDS = {
-    "qwen2_5_vl": Kind("qwen2_vl", "Qwen2VLVideoProcessor", "Qwen2VLProcessor", _qwen2),
-    "qwen3_vl": Kind("qwen3_vl", "Qwen3VLVideoProcessor", "Qwen3VLProcessor", _qwen3),
+    "qwen2_5_vl": Kind("qwen2_vl", "Qwen2VLVideoProcessor", "Qwen2VLProcessor", _qwen),
+    "qwen3_vl": Kind("qwen3_vl", "Qwen3VLVideoProcessor", "Qwen3VLProcessor", _qwen),
     "smolvlm": Kind("smolvlm", "SmolVLMVideoProcessor", "SmolVLMProcessor", _smolvlm),
     "internvl": Kind("internvl", "InternVLVideoProcessor", "InternVLProcessor", _internvl),
     "llava_onevision": Kind(

@@ -231,8 +231,8 @@ def test_a_prediction_grid_shows_frames(seen, tmp_path):
     cells = [prediction_grid.Prediction(name, "is it red?", "yes", "no")]
     prediction_grid.draw_predictions(cells, tmp_path / "grid.png")
     drawn = prediction_grid.pixels(tmp_path / "grid.png").astype(int)
-    picture = drawn[8:136, 8:136]
-    assert np.abs(picture[:40, :40] - picture[80:120, 80:120]).mean() > 5, "other frames"
+    cell = drawn[8:136, 8:136]
+    assert np.abs(cell[:40, :40] - cell[80:120, 80:120]).mean() > 5, "other frames"
 
 
 def test_marks_and_videos_that_do_not_fit_are_refused(folder, seen):

@@ -401,7 +401,8 @@ def with_readable_images(
     reasons = {
         i: reason
         for i, path in enumerate(corpus.paths)
-        if (reason := _unreadable(path, max_pixels)) is not None
+        if not is_video(path)  # whose tokens were counted by reading it
+        and (reason := image_files.check(path, max_pixels)) is not None
     }
     if not reasons:
         return corpus, []
@@ -414,15 +415,6 @@ def with_readable_images(
             record = records[int(corpus.source[i])]
             problems.append(Problem(record.id, reasons[bad], shown(corpus.paths[bad])))
     return take(corpus, np.asarray(good, np.int64)), problems
-
-
-def _unreadable(path: str, max_pixels: int) -> str | None:
-    """Why an image or a video can't be read, as far as its header says."""
-    if is_video(path):
-        from jaxvlm.data.videos import video_files  # PyAV is not loaded where there is none
-
-        return video_files.check(path, max_pixels)
-    return image_files.check(path, max_pixels)
 
 
 def digest(corpus: Corpus) -> str:

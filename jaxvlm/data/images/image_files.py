@@ -93,10 +93,6 @@ class Preparation(NamedTuple):
         """The same of videos, if the model takes any."""
         return self.of_videos().fingerprint
 
-    def span_of_video(self, path: str) -> Span:
-        """The token span of a video file; raises ImageError."""
-        return self.of_videos().of_file(path)
-
     def of_videos(self) -> Videos:
         """The preprocessing of videos; raises ImageError where the model takes none."""
         if self.videos is None:
@@ -128,7 +124,7 @@ class ImageFormat(NamedTuple):
             ImageError: its size can't be read, or the model does not accept it.
         """
         if is_video(path):
-            return self.prepare.span_of_video(path)
+            return self.prepare.of_videos().of_file(path)
         return self.span(0, 0) if self.fixed else self.of_size(*upright_size(path))
 
     def of_size(self, width: int, height: int) -> Span:

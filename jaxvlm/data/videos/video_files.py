@@ -62,15 +62,6 @@ class Clip(NamedTuple):
         return np.maximum(np.searchsorted(self.times, asked, side="right") - 1, 0)
 
 
-def check(path: str, max_pixels: int) -> str | None:
-    """The reason why a video can't be read, or None if its frames can be found."""
-    try:
-        read_clip(path, max_pixels)
-    except ImageError as error:
-        return str(error)
-    return None
-
-
 def read_clip(path: str, max_pixels: int) -> Clip:
     """Read which frames a video has, without decoding more than its first.
 
@@ -204,13 +195,19 @@ def read_frames(
     """
     wanted = sorted({int(clip.pts[i]) for i in frames})
     found: dict[int, np.ndarray] = {}
+
+    def keep(decoded: Iterator[tuple[int, Any]]) -> None:
+        for stamp, frame in decoded:
+            if stamp in wanted and stamp not in found:
+                found[stamp] = change(_upright(frame))
+
     if clip.is_timed:
         # After a seek, frames may refer to some before it; decoding all of them then helps.
         with contextlib.suppress(ImageError), _opened(path) as opened:
-            found = _by_seeking(*opened, clip, wanted, change)
+            keep(_by_seeking(*opened, clip, wanted))
     if len(found) < len(wanted):
         with _opened(path) as opened:
-            found = _in_order(*opened, clip, wanted, change)
+            keep(_in_order(*opened, clip.is_timed, wanted[-1]))
     missing = [i for i in frames if int(clip.pts[i]) not in found]
     if missing:
         raise ImageError(f"frame {missing[0] + 1} of {len(clip.pts)} can't be decoded")
@@ -218,53 +215,32 @@ def read_frames(
 
 
 def _by_seeking(
-    container: Any,
-    stream: Any,
-    clip: Clip,
-    wanted: Sequence[int],
-    change: Callable[[np.ndarray], np.ndarray],
-) -> dict[int, np.ndarray]:
-    """Decode from the last key frame before each wanted one, unless that was passed already."""
-    found: dict[int, np.ndarray] = {}
-    keys, chosen = clip.pts[clip.is_key], set(wanted)
-    place = clip.pts[0] - 1
+    container: Any, stream: Any, clip: Clip, wanted: Sequence[int]
+) -> Iterator[tuple[int, Any]]:
+    """Decode from the last key frame before each wanted one, unless that was passed already:
+    timestamps and frames."""
+    keys, place = clip.pts[clip.is_key], int(clip.pts[0]) - 1
     frames: Iterator[Any] = iter(())
     for target in wanted:
-        if target in found:
-            continue
         before = int(np.searchsorted(keys, target, side="right"))
         key = int(keys[before - 1] if before else clip.pts[0])
         if key > place:
             container.seek(key, stream=stream)
             frames = container.decode(stream)
-        for frame in frames:
-            if frame.pts is None:
-                continue
-            place = frame.pts
-            if place in chosen:
-                found[place] = change(_upright(frame))
-            if place >= target:
-                break
-    return found
+        while place < target and (frame := next(frames, None)) is not None:
+            if frame.pts is not None:
+                place = frame.pts
+                yield place, frame
 
 
-def _in_order(
-    container: Any,
-    stream: Any,
-    clip: Clip,
-    wanted: Sequence[int],
-    change: Callable[[np.ndarray], np.ndarray],
-) -> dict[int, np.ndarray]:
-    """Decode all frames up to the last wanted one."""
-    found: dict[int, np.ndarray] = {}
-    chosen = set(wanted)
+def _in_order(container: Any, stream: Any, is_timed: bool, last: int) -> Iterator[tuple[int, Any]]:
+    """Decode all frames up to the last wanted one: timestamps and frames."""
     for i, frame in enumerate(container.decode(stream)):
-        stamp = frame.pts if clip.is_timed else i
-        if stamp in chosen:
-            found[stamp] = change(_upright(frame))
-            if len(found) == len(chosen):
-                break
-    return found
+        stamp = frame.pts if is_timed else i
+        if stamp is not None:
+            yield stamp, frame
+        if stamp == last:
+            break
 
 
 def _upright(frame: Any) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxvlm.config import ConfigError
 from jaxvlm.config.data import VideoConfig
-from jaxvlm.data.errors import ImageError
+from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.images.patches import Pixels
 from jaxvlm.data.videos import video_files
 from jaxvlm.data.videos.sampling import Asked, Sample
@@ -124,6 +124,8 @@ class VideoFormat(NamedTuple):
         try:
             shown = Shown(clip.times[frames], clip.duration, clip.width, clip.height)
             return self.span(shown)._replace(is_video=True)
+        except DataError:
+            raise  # nothing of this video: a package is missing
         except ValueError as error:
             raise ImageError(str(error)) from None
 

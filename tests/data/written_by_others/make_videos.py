@@ -1,7 +1,7 @@
 """Write what transformers' video processors make of frames: videos.json and videos.npz.
 
 It needs torch and torchvision, which the tests do without: in an environment of its own,
-``python tests/data/written_by_others/make_videos.py``. The versions are in videos.json.
+``python -m tests.data.written_by_others.make_videos``. The versions are in videos.json.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import warnings
 
 import numpy as np
 
-HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
+from tests.data.video_cases import CLIPS, KINDS, PIXELS, ROUTES, TEXTS, frames
 
-from data.video_cases import CLIPS, KINDS, PIXELS, ROUTES, TEXTS, frames  # noqa: E402
+HERE = pathlib.Path(__file__).parent
 
 
 def without_cuda() -> None:
