@@ -180,7 +180,7 @@ def encode(
     problems: list[Problem] = []
     for i, (record, c) in enumerate(zip(records, conversation)):
         if failed := next((path for path in record.images if path in unfit), None):
-            problems.append(Problem(record.id, unfit[failed], failed))
+            problems.append(Problem(record.id, unfit[failed], shown(failed)))
         elif reasons[c][0]:
             problems.append(Problem(record.id, *reasons[c]))
         elif marks[c] != len(record.images):
