@@ -19,9 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxvlm.checkpoint import digest, manifest
-from jaxvlm.checkpoint.errors import error_line
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest, StructureError
-from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.checkpoint.restore import (
     cast,
     restore_params,
@@ -29,8 +27,10 @@ from jaxvlm.checkpoint.restore import (
 )
 from jaxvlm.checkpoint.run_record import COMMITTED, committed_steps, is_url, say_saved
 from jaxvlm.checkpoint.staging import Staging, check_names, is_staged
-from jaxvlm.checkpoint.store_requests import StoreError, attempt, passes, refuses
 from jaxvlm.parallel.distributed.processes import barrier, from_first_process
+from jaxvlm.stores.errors import StoreError, error_line
+from jaxvlm.stores.object_store import RemoteFolder
+from jaxvlm.stores.store_requests import attempt, passes, refuses
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored", "StructureError", "restore_params"]
 
@@ -341,7 +341,7 @@ class Checkpointer:
         elif jax.process_count() == 1:
             try:
                 self._close(prune=False)
-            except CheckpointError as second:
+            except (CheckpointError, StoreError) as second:
                 error.add_note(str(second))
 
     def _preserved(self, steps: list[int]) -> set[int | None]:

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from jaxvlm.checkpoint import store_requests
 from jaxvlm.checkpoint.errors import CheckpointError
-from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.checkpoint.run_record import is_url
-from jaxvlm.checkpoint.store_requests import StoreError
 from jaxvlm.config import json_text
+from jaxvlm.stores import store_requests
+from jaxvlm.stores.errors import StoreError
+from jaxvlm.stores.object_store import RemoteFolder
 
 BEST_OF = "best_of"
 """Name in a checkpoint's extra state: metric, mode, and the data that evaluations were on."""

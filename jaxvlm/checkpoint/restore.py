@@ -20,11 +20,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jaxvlm.checkpoint import digest, manifest, run_record, staging, store_requests
-from jaxvlm.checkpoint.errors import error_line
+from jaxvlm.checkpoint import digest, manifest, run_record, staging
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest
 from jaxvlm.checkpoint.run_record import is_url
-from jaxvlm.checkpoint.store_requests import StoreError
+from jaxvlm.stores import store_requests
+from jaxvlm.stores.errors import StoreError, error_line
 
 _log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from typing import Any
 import jax
 
 from jaxvlm.checkpoint import local_copies
-from jaxvlm.checkpoint.object_store import RemoteFolder, check_scheme
 from jaxvlm.checkpoint.run_lock import LOCKS, NumberedLock
 from jaxvlm.checkpoint.run_record import CHECKPOINTS, CONFIG, URL_FILE, is_url
-from jaxvlm.checkpoint.store_requests import StoreError
 from jaxvlm.config import ConfigError
+from jaxvlm.stores.errors import StoreError
+from jaxvlm.stores.object_store import RemoteFolder, check_scheme
 
 EVERY = 30.0
 """Seconds between two looks for files that changed."""

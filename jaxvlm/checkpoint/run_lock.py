@@ -20,10 +20,10 @@ import threading
 import time
 from typing import Any
 
-from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.checkpoint.run_record import write_whole
-from jaxvlm.checkpoint.store_requests import StoreError
 from jaxvlm.config import ConfigError
+from jaxvlm.stores.errors import StoreError
+from jaxvlm.stores.object_store import RemoteFolder
 
 BEAT = 10.0
 """Seconds between two writes of a lock's file."""

@@ -226,7 +226,7 @@ def say_saved() -> None:
 def committed_steps(folder: str | os.PathLike[str]) -> list[int]:
     """Committed steps of a folder of checkpoints, oldest first; a URL's too."""
     if is_url(folder):
-        from jaxvlm.checkpoint.object_store import RemoteFolder
+        from jaxvlm.stores.object_store import RemoteFolder
 
         store = RemoteFolder(str(folder))
         steps = (name for name in store.names("") if name.isdigit())

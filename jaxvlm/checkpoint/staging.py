@@ -29,10 +29,11 @@ import jax
 from etils import epath
 
 from jaxvlm.checkpoint import local_copies
-from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.checkpoint.run_record import COMMITTED
-from jaxvlm.checkpoint.store_requests import StoreError, each, local_disk
 from jaxvlm.parallel.distributed.processes import from_first_process
+from jaxvlm.stores.errors import StoreError
+from jaxvlm.stores.object_store import RemoteFolder
+from jaxvlm.stores.store_requests import each, local_disk
 
 SCHEMES = ("s3",)
 """Of stores whose checkpoints are staged."""

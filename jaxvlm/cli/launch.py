@@ -202,11 +202,11 @@ def _checked(arguments: list[str]) -> tuple[Any, str]:
     """
     import importlib
 
-    from jaxvlm.checkpoint.object_store import check_url
     from jaxvlm.checkpoint.run_record import is_url
     from jaxvlm.cli import error_lines
     from jaxvlm.cli.main import COMMANDS, module_of
     from jaxvlm.config import ConfigError
+    from jaxvlm.stores.object_store import check_url
     from jaxvlm.trainer import checks
 
     name, rest = arguments[0], arguments[1:]

@@ -189,11 +189,13 @@ def _exit_code(error: Exception) -> int | None:
     from jaxvlm.data.errors import DataError
     from jaxvlm.parallel.distributed.exit_status import LOST
     from jaxvlm.parallel.distributed.processes import JoinError
+    from jaxvlm.stores.errors import StoreError
     from jaxvlm.train.loop import TrainingStopped
 
-    if isinstance(error, CheckpointError) and getattr(error, "passes", False):
+    if isinstance(error, StoreError) and error.passes:
         return LOST  # an object store that does not answer now
-    if isinstance(error, (ConfigError, DataError, CheckpointError, FileNotFoundError)):
+    expected = (ConfigError, DataError, CheckpointError, StoreError, FileNotFoundError)
+    if isinstance(error, expected):
         return 2
     if isinstance(error, OSError) and error.errno in REFUSED_BY_SYSTEM:
         return 2

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxvlm.checkpoint import run_record
-from jaxvlm.checkpoint.errors import error_line
 from jaxvlm.config import Config, ConfigError, GradCacheConfig, MeshConfig, StrategyConfig
 from jaxvlm.config.merge import json_object
 from jaxvlm.hf import pretrained
@@ -24,6 +23,7 @@ from jaxvlm.planner.request.request import unsupported as not_in_plans
 from jaxvlm.planner.search import candidates, search
 from jaxvlm.planner.search.candidates import Candidate
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
+from jaxvlm.stores.errors import error_line
 from jaxvlm.trainer.checks import AUTO, auto_settings
 
 _WHOLE: dict[str, tuple[str, Any]] = {

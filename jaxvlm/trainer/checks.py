@@ -8,7 +8,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxvlm.checkpoint.object_store import check_scheme
 from jaxvlm.checkpoint.run_record import is_url
 from jaxvlm.config import (
     Config,
@@ -26,6 +25,7 @@ from jaxvlm.data.conversations.content import is_packed
 from jaxvlm.data.conversations.mixture_records import SOURCE_SETTINGS
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
+from jaxvlm.stores.object_store import check_scheme
 from jaxvlm.train import island_checks
 from jaxvlm.train.callbacks import Callback
 

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from jaxvlm.checkpoint.errors import error_line
 from jaxvlm.config import Config, ConfigError, DecoderConfig, DualConfig, TextConfig
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.planner.hardware.local_machine import machine_of
@@ -22,6 +21,7 @@ from jaxvlm.planner.search import candidate_memory, candidates, search
 from jaxvlm.planner.search.candidates import Candidate
 from jaxvlm.planner.time.step_time import StepTime, step_time
 from jaxvlm.spmd.gradcache import grad_cache_mini_batches
+from jaxvlm.stores.errors import error_line
 from jaxvlm.trainer.auto_parallel import unsupported
 from jaxvlm.trainer.run import Run
 from jaxvlm.types import Batch, Pairs

@@ -5,7 +5,8 @@ import re
 import loopback_store
 import pytest
 
-from jaxvlm.checkpoint import manifest, run_lock, store_requests
+from jaxvlm.checkpoint import manifest, run_lock
+from jaxvlm.stores import store_requests
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,12 @@ from etils import epath
 from loopback_store import answers, both, flipped, on_s3, short, unavailable
 from remote_checkpoints import newest, saved, state
 
-from jaxvlm.checkpoint import object_store, run_record, store_requests
+from jaxvlm.checkpoint import run_record
 from jaxvlm.checkpoint.checkpointer import Checkpointer
-from jaxvlm.checkpoint.object_store import RemoteFolder
-from jaxvlm.checkpoint.store_requests import StoreError
 from jaxvlm.config import ConfigError
+from jaxvlm.stores import object_store, store_requests
+from jaxvlm.stores.errors import StoreError
+from jaxvlm.stores.object_store import RemoteFolder
 from jaxvlm.trainer import run_files
 
 

@@ -9,9 +9,9 @@ import pytest
 from loopback_store import answers, both, unavailable
 
 from jaxvlm.checkpoint import local_copies, run_folder, run_record
-from jaxvlm.checkpoint.object_store import RemoteFolder
-from jaxvlm.checkpoint.store_requests import StoreError
 from jaxvlm.config import ConfigError
+from jaxvlm.stores.errors import StoreError
+from jaxvlm.stores.object_store import RemoteFolder
 from jaxvlm.trainer import run_files
 
 

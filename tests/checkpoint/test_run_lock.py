@@ -13,9 +13,9 @@ import time
 import pytest
 
 from jaxvlm.checkpoint import run_lock, run_record
-from jaxvlm.checkpoint.object_store import RemoteFolder
-from jaxvlm.checkpoint.store_requests import StoreError
 from jaxvlm.config import ConfigError
+from jaxvlm.stores.errors import StoreError
+from jaxvlm.stores.object_store import RemoteFolder
 
 
 def no_locks(*_):
@@ -71,7 +71,7 @@ def test_a_killed_runs_lock_is_free_at_once_on_its_machine(store, url, where, tm
     program = f"""
 import os, pathlib, signal, sys
 from jaxvlm.checkpoint import run_lock
-from jaxvlm.checkpoint.object_store import RemoteFolder
+from jaxvlm.stores.object_store import RemoteFolder
 run_lock.NumberedLock({made}, sys.argv[1]).__enter__()
 os.kill(os.getpid(), signal.SIGKILL)
 """

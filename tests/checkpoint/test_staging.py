@@ -14,11 +14,12 @@ from etils import epath
 from loopback_store import on_s3
 from remote_checkpoints import newest, saved, state
 
-from jaxvlm.checkpoint import local_copies, object_store, restore, run_lock, run_record
+from jaxvlm.checkpoint import local_copies, restore, run_lock, run_record
 from jaxvlm.checkpoint.checkpointer import Checkpointer
 from jaxvlm.checkpoint.errors import CheckpointError
-from jaxvlm.checkpoint.object_store import RemoteFolder
-from jaxvlm.checkpoint.store_requests import StoreError
+from jaxvlm.stores import object_store
+from jaxvlm.stores.errors import StoreError
+from jaxvlm.stores.object_store import RemoteFolder
 
 
 def newest_of(url, abstract):

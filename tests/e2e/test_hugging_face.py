@@ -16,11 +16,11 @@ from runs import HERE, recipe, without_torch
 from safetensors.numpy import load_file, save_file
 
 import jaxvlm
-from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.cli.main import run as cli
 from jaxvlm.config import ConfigError, MeshConfig, default_config
 from jaxvlm.hf import safetensors
 from jaxvlm.inference import prompts
+from jaxvlm.stores.object_store import RemoteFolder
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")

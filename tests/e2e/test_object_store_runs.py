@@ -13,8 +13,8 @@ from test_two_processes import together
 
 import jaxvlm
 from jaxvlm.checkpoint import run_folder
-from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.cli.main import run as cli
+from jaxvlm.stores.object_store import RemoteFolder
 
 
 class Stop(jaxvlm.Callback):

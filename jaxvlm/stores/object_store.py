@@ -13,8 +13,9 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from jaxvlm.checkpoint.store_requests import KINDS, OtherBytes, answer_of, attempt, each, local_disk
 from jaxvlm.config import ConfigError
+from jaxvlm.stores.errors import OtherBytes
+from jaxvlm.stores.store_requests import KINDS, answer_of, attempt, each, local_disk
 
 _ODD = re.compile(r"[#?*%\[\]\\\x00-\x1f]")
 """Characters that the stores' libraries read as something else than a name's."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from jaxvlm.checkpoint.errors import CheckpointError, error_line
+from jaxvlm.stores.errors import OtherBytes, StoreError, error_line
 
 
 class Kind(NamedTuple):
@@ -87,23 +87,6 @@ _AT_A_TIME = 16
 _LOCAL = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EROFS}
 """Errors of this machine's own disk, of which no store has heard."""
 T = TypeVar("T")
-
-
-class StoreError(CheckpointError):
-    """An object store refused, or did not answer in time; nothing that it holds was changed.
-
-    Args:
-        message: says what, where, and what to do.
-        passes: whether the same request may succeed later.
-    """
-
-    def __init__(self, message: str, passes: bool = False):
-        super().__init__(message)
-        self.passes = passes
-
-
-class OtherBytes(Exception):
-    """What came is not what the store lists."""
 
 
 def passes(error: BaseException) -> bool:
