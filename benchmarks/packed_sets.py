@@ -47,7 +47,7 @@ def build(folder: pathlib.Path) -> dict[str, float]:
     """Pack the different records; returns seconds and the peak of memory."""
     import resource
 
-    from jaxvlm.data.conversations import packed_set
+    from jaxvlm.data.conversations import packed_files, packed_set
     from jaxvlm.data.conversations.dataset import load_dataset
     from jaxvlm.data.sources.conversation_formats import Record, Turn
     from jaxvlm.data.tokenizer import chat_tokenizer
@@ -61,7 +61,7 @@ def build(folder: pathlib.Path) -> dict[str, float]:
     tokenizer = chat_tokenizer.build(words)
     began = time.perf_counter()
     data = load_dataset(config(), tokenizer, read=(records, []), image_size=8, num_patches=4)
-    with packed_set.new_folder(str(folder)) as partial:
+    with packed_files.new_folder(str(folder)) as partial:
         made = packed_set.made_for(data.config, data.settings, tokenizer)
         packed_set.write(partial, data.content, made, tokenizer, data.config, 2**28)
     return {
@@ -72,7 +72,7 @@ def build(folder: pathlib.Path) -> dict[str, float]:
 
 def repeat(source: pathlib.Path, target: pathlib.Path, times: int) -> None:
     """Write a set that holds another one's records ``times`` times."""
-    from jaxvlm.data.conversations import packed_set
+    from jaxvlm.data.conversations import packed_files, packed_set
     from jaxvlm.data.conversations.packing import Sequences
     from jaxvlm.data.conversations.piece_checksums import of_sequence
 
@@ -94,12 +94,12 @@ def repeat(source: pathlib.Path, target: pathlib.Path, times: int) -> None:
         else:
             made = np.concatenate([array + i * steps.get(name, 0) for i in range(times)])
         np.save(target / f"{name}.npy", made.astype(array.dtype))
-    _, pieces, checksums = packed_set.mapped(target)
+    _, pieces, checksums = packed_set.mapped(target, str(target))
     found = map(checksums.of_piece, range(len(pieces.num_tokens)))
     np.save(target / "piece_checksum.npy", np.fromiter(found, np.uint32))
     sequences = Sequences(*(np.load(target / f"sequence_{x}.npy") for x in ("piece", "start")))
     np.save(target / "sequence_checksum.npy", np.fromiter(map(of_sequence, sequences), np.uint32))
-    index = packed_set.read_index(str(source))
+    index = packed_files.read_index(str(source))
     for name in ("records", "sequences", "tokens"):
         index[name] *= times
     index["files"] = {n: [(target / n).stat().st_size, d] for n, (_, d) in index["files"].items()}

@@ -1,4 +1,5 @@
-"""Google's and Amazon's stores on loopback, whose answers can be made late, short or wrong."""
+"""Google's and Amazon's stores and a web server on loopback, whose answers can be made late, short
+or wrong."""
 
 from __future__ import annotations
 
@@ -96,6 +97,18 @@ class Store:
         self._proxy.shutdown()
         self._proxy.server_close()
 
+    def answer(self, command, path, body, head):
+        """Status, body, length and headers of the server's answer."""
+        back = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            back.request(command, path, body, head)
+            answer = back.getresponse()
+            found, length = answer.read(), answer.getheader("Content-Length", "0")
+            kept = [(k, v) for k, v in answer.getheaders() if k.lower() not in _HOP | _ONCE]
+            return answer.status, found, length, kept
+        finally:
+            back.close()
+
     def _handler(store):
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -115,19 +128,12 @@ class Store:
                     body = self.rfile.read(length)
                 store.seen.append(f"{self.command} {self.path}")
                 head = {k: v for k, v in self.headers.items() if k.lower() not in _HOP}
-                back = http.client.HTTPConnection("127.0.0.1", store.port, timeout=20)
                 try:
-                    back.request(self.command, self.path, body, head)
-                    answer = back.getresponse()
-                    status, found = answer.status, answer.read()
-                    length = answer.getheader("Content-Length", "0")
-                    kept = [(k, v) for k, v in answer.getheaders() if k.lower() not in _HOP | _ONCE]
+                    status, found, length, kept = store.answer(self.command, self.path, body, head)
                 except OSError:
                     self.close_connection = True
                     self.connection.close()
                     return
-                finally:
-                    back.close()
                 for rule in store.wrong:
                     if rule[0] > 0 and rule[1](self.command, self.path):
                         rule[0] -= 1
@@ -138,10 +144,13 @@ class Store:
                 for name, value in kept:
                     self.send_header(name, value)
                 is_head = self.command == "HEAD"
-                self.send_header("Content-Length", length if is_head else str(len(found)))
+                sent = len(found) * (2 if isinstance(found, Cut) else 1)
+                self.send_header("Content-Length", length if is_head else str(sent))
                 self.end_headers()
                 if not is_head:
                     self.wfile.write(found)
+                if isinstance(found, Cut):
+                    self.close_connection = True
 
             do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = do_PATCH = _pass
 
@@ -177,7 +186,34 @@ class S3(Store):
         raise RuntimeError("the store did not start")
 
 
+class Web(Store):
+    """A web server of the files in a folder, which answers requests for parts of them."""
+
+    scheme = "http"
+
+    def path(self, name):
+        return name
+
+    def _environment(self):
+        return {}
+
+    def start(self, folder: pathlib.Path) -> None:
+        """Serve the files below ``folder``."""
+        self.folder = folder
+
+    def answer(self, command, path, body, head):
+        """Status, body, length and headers of an answer."""
+        file = self.folder / urllib.parse.unquote(path.lstrip("/"))
+        if not file.is_file():
+            return 404, b"", "0", []
+        data, part = file.read_bytes(), head.get("Range", "").removeprefix("bytes=").split("-")
+        if len(part) == 2:
+            data = data[int(part[0]) : int(part[1]) + 1]
+        return 206 if len(part) == 2 else 200, data, str(len(data)), []
+
+
 KINDS = {kind.scheme: kind for kind in (Store, S3)}
+READ_KINDS = KINDS | {"http": Web}
 both = pytest.mark.parametrize("store", KINDS, indirect=True)
 """Runs a test on each of them."""
 on_s3 = pytest.mark.parametrize("store", ["s3"], indirect=True)
@@ -212,6 +248,23 @@ def unavailable(status, body):
 
 def short(status, body):
     return status, body[: len(body) // 2]
+
+
+class Cut(bytes):
+    """The first half of a body, after which the connection is closed."""
+
+
+def cut(status, body):
+    return status, Cut(body[: len(body) // 2])
+
+
+def late(status, body):
+    time.sleep(0.3)
+    return status, body
+
+
+def longer(status, body):
+    return status, body + b"?"
 
 
 def flipped(status, body):

@@ -27,7 +27,8 @@ _FLAGS = {
     "perceptual hashes differ in at most so many of 64 bits (0 to 16; 4 finds other sizes and "
     "qualities of one image). For conversations; needs pip install 'jaxvlm[check]'. The default -1 "
     "looks for none.",
-    "output": "For `pack`: the folder that it makes; config.data.train then names it.",
+    "output": "For `pack`: the folder, or the gs:// or s3:// URL, that the set is written to; "
+    "config.data.train then names it.",
     "shard_mb": "For `pack`: the size of a tar file of images, about, in MiB.",
     "plot": "A PNG file to draw tokens, images and sizes to; needs pip install 'jaxvlm[check]'.",
 }
@@ -150,9 +151,10 @@ def _mixture(values: flags.FlagValues) -> dict[str, Any]:
 
 def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
     """Pack the training data of a recipe, or a file as if the recipe named it."""
-    from jaxvlm.checkpoint.run_record import local_folder
     from jaxvlm.config import ConfigError, from_config_dict
-    from jaxvlm.data.conversations import packed_set
+    from jaxvlm.data.conversations import packed_files, packed_set
+    from jaxvlm.data.conversations.content import is_remote
+    from jaxvlm.stores.object_store import check_scheme
     from jaxvlm.trainer import checks, inputs
 
     for name in ("config", "output"):
@@ -161,14 +163,15 @@ def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
                 f"data pack needs --{name}: jaxvlm data pack [FILE] --config=RECIPE[:arg] "
                 "--output=FOLDER"
             )
-    local_folder("--output", values.output)
+    if is_remote(values.output):
+        check_scheme("--output", values.output)
     if values.shard_mb < 1:
         raise ConfigError(f"--shard_mb={values.shard_mb}: must be at least 1")
     config = from_config_dict(values.config)
     if spec:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, train=spec))
     checks.check_packable(config)
-    with packed_set.new_folder(values.output) as folder:
+    with packed_files.new_folder(values.output) as folder:
         prepared = inputs.prepare_conversations(config, None)
         dataset, size = prepared.dataset, values.shard_mb * 2**20
         reasons: dict[str, list[str]] = {}
@@ -199,17 +202,17 @@ def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
 
 def _verify(folder: str) -> dict[str, Any]:
     """Read all of a packed set, and exit 1 if a file is not as it was packed."""
-    from jaxvlm.config import ConfigError
-    from jaxvlm.data.conversations import packed_set
+    from jaxvlm.config import ConfigError, DataConfig
+    from jaxvlm.data.conversations import packed_files
     from jaxvlm.data.conversations.content import is_packed
 
-    if not is_packed(folder):
+    if not is_packed(folder, DataConfig()):
         what = "is no packed set" if os.path.exists(folder) else "does not exist"
         raise ConfigError(f"{folder} {what}; `jaxvlm data pack` makes a folder with a packed.json")
-    found = dict(packed_set.damaged(folder))
+    found = dict(packed_files.damaged(folder))
     for name, what in found.items():
         print(f"{folder}/{name}: {what}")
-    count = len(packed_set.read_index(folder)["files"])
+    count = len(packed_files.read_index(folder)["files"])
     print(f"{folder}: {count - len(found)} of {count} files are as they were packed")
     return {"files": count, "damaged": found, "exit_code": 1 if found else 0}
 

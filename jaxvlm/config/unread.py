@@ -196,6 +196,11 @@ RULES: dict[type, tuple[Rule, ...]] = {
     DataConfig: (
         ("buckets", "packing=False", lambda c: not c.packing),
         (
+            "download_dir download_gb",
+            "a packed set at a URL in config.data.train",
+            lambda c: "://" in c.train,
+        ),
+        (
             "mixture_temperature",
             "a mixture whose sources have neither weights nor budgets",
             lambda c: c.mixture and not any(x.weight or x.budget for x in c.mixture.values()),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from jaxvlm.checkpoint import run_folder, run_record
 from jaxvlm.config import Config, ConfigError, ModelConfig, TokenizerConfig
+from jaxvlm.data.conversations import packed_files
 from jaxvlm.data.conversations.content import PACKED_TOKENIZER, is_packed
 from jaxvlm.data.images import image_files
 from jaxvlm.data.tokenizer import chat_tokenizer
@@ -81,9 +82,10 @@ def tokenizer_folder(
         folder = source.files
     elif config.init_from:  # its weights belong to its tokens
         folder = run_folder.local_to_read(config.init_from, "config.init_from") / "tokenizer"
-    elif is_packed(config.data.train):
-        folder = pathlib.Path(config.data.train).expanduser() / PACKED_TOKENIZER
-    packed = is_packed(config.data.train)  # its recipe made the tokenizer
+    elif is_packed(config.data.train, config.data):
+        found = packed_files.opened(config.data.train, config.data)
+        folder = found.folder / PACKED_TOKENIZER
+    packed = is_packed(config.data.train, config.data)  # its recipe made the tokenizer
     for name in ("kind", "vocab_size") if folder and not packed else ():
         if (value := getattr(config.tokenizer, name)) != getattr(TokenizerConfig(), name):
             _log.info("config.tokenizer.%s=%r is not read: %s has a tokenizer", name, value, folder)

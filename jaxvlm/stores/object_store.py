@@ -1,4 +1,4 @@
-"""Object stores: files of a run's folder in a bucket, read and written within a deadline."""
+"""Object stores and web servers: files below a URL, read and written within a deadline."""
 
 from __future__ import annotations
 
@@ -10,27 +10,40 @@ import logging
 import os
 import pathlib
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from jaxvlm.config import ConfigError
 from jaxvlm.stores.errors import OtherBytes
-from jaxvlm.stores.store_requests import KINDS, answer_of, attempt, each, local_disk
+from jaxvlm.stores.store_requests import (
+    KINDS,
+    READ_KINDS,
+    Kind,
+    answer_of,
+    attempt,
+    each,
+    local_disk,
+)
 
 _ODD = re.compile(r"[#?*%\[\]\\\x00-\x1f]")
 """Characters that the stores' libraries read as something else than a name's."""
 
 
-def check_url(setting: str, url: str) -> None:
+def check_url(setting: str, url: str, kinds: Mapping[str, Kind] = KINDS) -> None:
     """Refuse URLs that runs can't be kept at.
 
+    Args:
+        setting: the setting's name, for messages.
+        url: its value.
+        kinds: those that will do: :data:`KINDS`, or :data:`READ_KINDS` for what is only read.
+
     Raises:
-        ConfigError: the URL is of no kind of :data:`KINDS`, or names no folder that all libraries
-            take for the same one.
+        ConfigError: the URL is of no such kind, or names no folder that all libraries take for the
+            same one.
     """
     scheme, _, rest = url.partition("://")
-    if scheme not in KINDS:
-        known = " and ".join(f"{key}://BUCKET/FOLDER ({x.name})" for key, x in KINDS.items())
+    if scheme not in kinds:
+        known = " and ".join(f"{key}://BUCKET/FOLDER ({x.name})" for key, x in kinds.items())
         raise ConfigError(
             f"{setting}={url}: of object stores, {known} are supported; mount another one (a "
             "PersistentVolume, a FUSE mount) and pass the mounted folder"
@@ -46,15 +59,15 @@ def check_url(setting: str, url: str) -> None:
         raise ConfigError(f"{setting}={url}: the folder has {why}; give it another name")
 
 
-def check_scheme(setting: str, url: str) -> None:
-    """Refuse stores that runs can't be kept in.
+def check_scheme(setting: str, url: str, kinds: Mapping[str, Kind] = KINDS) -> None:
+    """Refuse stores that runs can't be kept in; see :func:`check_url`.
 
     Raises:
-        ConfigError: see :func:`check_url`; or the package for the store is missing.
+        ConfigError: as there; or the package for the store is missing.
     """
-    check_url(setting, url)
+    check_url(setting, url, kinds)
     scheme = url.partition("://")[0]
-    kind = KINDS[scheme]
+    kind = kinds[scheme]
     if importlib.util.find_spec(kind.package) is None:
         raise ConfigError(f"{setting}={url}: {scheme}:// needs pip install 'jaxvlm[{kind.extra}]'")
 
@@ -63,7 +76,8 @@ class RemoteFolder:
     """The files below a URL.
 
     Args:
-        url: ``gs://bucket/folder`` or ``s3://bucket/folder``.
+        url: ``gs://bucket/folder`` or ``s3://bucket/folder``; to read files by their names, also
+            ``http://host/folder`` or ``https://host/folder``.
     """
 
     def __init__(self, url: str):
@@ -121,8 +135,17 @@ class RemoteFolder:
     def info(self, name: str) -> dict[str, Any] | None:
         """What the store says of a file; ``None`` if there is none."""
         path = self._path(name)
+
+        def looked_up() -> dict[str, Any]:
+            try:
+                return dict(self._fs.info(path))
+            except FileNotFoundError as error:  # what a web server's failures are called, too
+                if isinstance(error.__cause__, Exception) and answer_of(error.__cause__)[0] != 404:
+                    raise error.__cause__ from None
+                raise
+
         try:
-            return dict(attempt(f"{path} is looked up", lambda: self._fs.info(path)))
+            return attempt(f"{path} is looked up", looked_up)
         except FileNotFoundError:
             return None
 
@@ -157,6 +180,25 @@ class RemoteFolder:
             return data
 
         return attempt(f"{path} is read", whole)
+
+    def read_range(self, name: str, first: int, size: int) -> bytes:
+        """Read a part of a file: so many bytes from the first one on.
+
+        Raises:
+            FileNotFoundError: there is none.
+            StoreError: another number of bytes comes.
+        """
+        path = self._path(name)
+
+        def part() -> bytes:
+            data = bytes(self._fs.cat_file(path, start=first, end=first + size))
+            if len(data) > size:
+                raise OtherBytes("more than the part that was asked for: is Range not answered?")
+            if len(data) < size:
+                raise OtherBytes(f"{len(data):,} of {size:,} bytes")
+            return data
+
+        return attempt(f"{path} is read", part) if size else b""
 
     def write(self, name: str, data: bytes, check: Callable[[], None] = lambda: None) -> None:
         """Write a whole file, in place of an older one.
@@ -273,8 +315,10 @@ def _filesystem(scheme: str) -> Any:
     """fsspec's file system for a scheme, whose lists of files are never those of a moment ago."""
     import fsspec
 
-    package = KINDS[scheme].package
+    package = READ_KINDS[scheme].package
     logging.getLogger(package).setLevel(logging.CRITICAL)  # failures are said by our own errors
+    if scheme not in KINDS:
+        return fsspec.filesystem(scheme, **_web_options())
     # etils asks for "gcs" where it reads gs://.
     for name in ("gs", "gcs") if scheme == "gs" else (scheme,):
         if scheme == "gs":
@@ -297,12 +341,21 @@ def _use_plain_gcsfs(name: str) -> None:
     fsspec.register_implementation(name, gcsfs.core.GCSFileSystem, clobber=True)
 
 
-def _gcs_options() -> dict[str, Any]:
+def _timeout() -> Any:
+    """Of a connection and of what comes next, not of a whole large file."""
     import aiohttp
 
-    # Of a connection and of what comes next, not of a whole large file.
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
-    options: dict[str, Any] = {"requests_timeout": timeout}
+    return aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
+
+
+def _web_options() -> dict[str, Any]:
+    # ~/.netrc and proxies; bytes as they are, of which parts can be asked for.
+    client = {"trust_env": True, "timeout": _timeout()}
+    return {"client_kwargs": client, "headers": {"Accept-Encoding": "identity"}}
+
+
+def _gcs_options() -> dict[str, Any]:
+    options: dict[str, Any] = {"requests_timeout": _timeout()}
     if os.environ.get("STORAGE_EMULATOR_HOST"):
         options["token"] = "anon"  # else credentials are looked for on the network
     return options
@@ -324,7 +377,7 @@ def _is_same(data: bytes, info: dict[str, Any]) -> bool:
     Some objects of Google's have no MD5. Of Amazon's the ETag is one or not, as they are encrypted;
     its library compares the checksums that an object has.
     """
-    if len(data) != info["size"]:
+    if info["size"] is not None and len(data) != info["size"]:
         return False
     known = info.get("md5Hash")
     return not known or base64.b64encode(hashlib.md5(data).digest()).decode() == known

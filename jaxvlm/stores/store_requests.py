@@ -9,13 +9,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import json
 import math
 import pathlib
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jaxvlm.stores.errors import OtherBytes, StoreError, error_line
@@ -50,6 +51,14 @@ KINDS = {
     ),
 }
 """Scheme of a URL -> the store that it is of."""
+_WEB = Kind(
+    "a web server",
+    "aiohttp",
+    "http",
+    "a name and a password for the host in ~/.netrc",
+)
+READ_KINDS = KINDS | {"http": _WEB, "https": _WEB}
+"""The same of what can be read, and perhaps not written."""
 DEADLINE = 120.0
 """Seconds for which a request that fails for a while is tried again; the last try, which may
 begin before it, takes up to a minute."""
@@ -70,7 +79,9 @@ _REFUSES = re.compile(
 """What TensorStore and gcsfs say, where no type and no code does."""
 _NETWORK = ("aiohttp", "requests", "urllib3", "google.auth")
 """Packages whose errors are of the network."""
-_BOTO_PASSES = {"HTTPClientError", "ConnectionError", "FlexibleChecksumError"}
+_BOTO_PASSES = {
+    *("HTTPClientError", "ConnectionError", "FlexibleChecksumError", "ResponseParserError"),
+}
 _BOTO_REFUSES = {
     *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "SSOError"),
     *("TokenRetrievalError", "ProfileNotFound", "NoAuthTokenError", "LoginError"),
@@ -93,7 +104,7 @@ def passes(error: BaseException) -> bool:
     """Whether a failure may pass, so that the same request can succeed later."""
     if isinstance(error, (FileNotFoundError, FileExistsError)) or refuses(error):
         return False
-    if isinstance(error, (TimeoutError, ConnectionError, OtherBytes)):
+    if isinstance(error, (TimeoutError, ConnectionError, OtherBytes, json.JSONDecodeError)):
         return True
     if isinstance(error, StoreError):
         return error.passes
@@ -122,7 +133,8 @@ def answer_of(error: BaseException) -> tuple[int, str]:
     if isinstance(answer, dict):
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return int(status), str(answer.get("Error", {}).get("Code", ""))
-    code = str(getattr(error, "code", getattr(error, "status", "")))
+    code = getattr(error, "status", None)  # aiohttp warns of its "code"
+    code = str(getattr(error, "code", "") if code is None else code)
     return (int(code) if code.isdigit() else 0), ""
 
 
@@ -157,7 +169,7 @@ def attempt(what: str, call: Callable[[], T]) -> T:
             raise
         except Exception as error:  # of several libraries
             if refuses(error):
-                kind = KINDS.get(what.partition("://")[0])
+                kind = READ_KINDS.get(what.partition("://")[0])
                 raise StoreError(
                     f"{what}: the store refuses ({error_line(error, whole=True)}); check the "
                     f"credentials{f' ({kind.credentials})' if kind else ''}"
@@ -180,7 +192,14 @@ def attempt(what: str, call: Callable[[], T]) -> T:
         time.sleep(pause)
 
 
-def each(call: Callable[[str], Any], names: Iterable[str]) -> None:
+def concurrently(call: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+    """What ``call`` returns for each item, in their order; see :func:`each`."""
+    found: dict[int, T] = {}
+    each(lambda i: found.setdefault(i, call(items[i])), range(len(items)))
+    return [found[i] for i in range(len(items))]
+
+
+def each(call: Callable[[Any], Any], names: Iterable[Any]) -> None:
     """Call for each name, several at a time; the first error is raised, once the others' calls end.
 
     In threads that no exit of the interpreter waits for.

@@ -21,7 +21,7 @@ from jaxvlm.config import (
     refuse_unread_by,
 )
 from jaxvlm.data.conversations import packing
-from jaxvlm.data.conversations.content import is_packed
+from jaxvlm.data.conversations.content import is_packed, is_remote
 from jaxvlm.data.conversations.mixture_records import SOURCE_SETTINGS
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
@@ -98,7 +98,7 @@ def check_packable(config: Config) -> None:
         raise ConfigError(
             "config.data.mixture can't be packed: pack one file, and mix files as they are"
         )
-    if is_packed(config.data.train):
+    if is_packed(config.data.train, config.data):
         raise ConfigError(f"config.data.train={config.data.train!r} is packed already")
 
 
@@ -136,10 +136,11 @@ def check_data(config: Config) -> None:
     if trains_embeddings(config):
         files["config.data.train"] = data.train
     for name, spec in files.items():
-        if is_packed(spec):
+        if is_packed(spec, data):
+            what = "is at a URL, as only packed sets are" if is_remote(spec) else "is packed"
             raise ConfigError(
-                f"{name}={spec!r} is packed, which only config.data.train of a run that trains "
-                "tokens can be; name the file that it was packed from"
+                f"{name}={spec!r} {what}, which only config.data.train of a run that trains tokens "
+                "can be; name a file of records on this machine"
             )
     specs = [data.train, data.eval, *(source.train for source in mixture.values())]
     refuse_unread_by(data, formats_of(data, *specs))

@@ -60,7 +60,7 @@ def prepare_conversations(given: Config, workdir: pathlib.Path | None) -> Prepar
         given = pretrained.with_source(given, source)
     if source is not None or given.model.lora.checkpoint:
         given = peft_folder.with_adapter(given, source, workdir)
-    packed = is_packed(given.data.train)
+    packed = is_packed(given.data.train, given.data)
     read = None if packed else read_records(given.data, given.data.train)
     saved = workdir / "tokenizer" if workdir else None
     made = make_tokenizer(given, saved, lambda: tokenize.texts(read[0] if read else ()), source)

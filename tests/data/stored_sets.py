@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data.conversations import packed_set
+from jaxvlm.data.conversations import packed_files, packed_set
 from jaxvlm.data.conversations.dataset import load_dataset
 from jaxvlm.data.images import image_files
 from tests.data.any_size import span_of
@@ -21,7 +21,7 @@ def of_files(records, tokenizer, sizes, **more):
 
 def packed(data, folder, shard_bytes=2000):
     """What ``data pack`` writes of a data set."""
-    with packed_set.new_folder(str(folder)) as partial:
+    with packed_files.new_folder(str(folder)) as partial:
         made = packed_set.made_for(
             data.config, data.settings, data.tokenizer, data.facts.has_videos
         )

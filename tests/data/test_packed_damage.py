@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from jaxvlm.cli.main import run
-from jaxvlm.data.conversations import packed_set
+from jaxvlm.data.conversations import packed_files
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources import members
 from tests.data.stored_sets import SIZES, any_size, of_files, opened, packed
@@ -29,9 +29,9 @@ def test_every_changed_byte_is_found(album, word_tokenizer, tmp_path, capsys):
         at = number * 7919 % max(len(whole), 1)
         for changed in (whole[:-1], whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]):
             path.write_bytes(changed)
-            assert dict(packed_set.damaged(str(folder))).keys() == {str(path.relative_to(folder))}
+            assert dict(packed_files.damaged(str(folder))).keys() == {str(path.relative_to(folder))}
         path.unlink()
-        assert dict(packed_set.damaged(str(folder))) == {str(path.relative_to(folder)): "missing"}
+        assert dict(packed_files.damaged(str(folder))) == {str(path.relative_to(folder)): "missing"}
         with pytest.raises(DataError, match=r"is missing, and .* bytes were packed"):
             opened(str(folder), word_tokenizer, SIZES)
         path.write_bytes(whole[:-1])
@@ -46,7 +46,7 @@ def test_every_changed_byte_is_found(album, word_tokenizer, tmp_path, capsys):
         assert "packed.json is damaged" in capsys.readouterr().err
     document = json.loads(text)
     document["index"]["format"] = 99
-    document["digest"] = packed_set._digest_of(document["index"])
+    document["digest"] = packed_files.digest_of(document["index"])
     index.write_text(json.dumps(document))
     assert run(["data", "verify", str(folder)]) == 2
     assert "of format 99, and this jaxvlm reads 1" in capsys.readouterr().err
@@ -116,7 +116,7 @@ def test_a_damaged_image_is_skipped_and_named(album, word_tokenizer, tmp_path):
     index = pathlib.Path(folder) / "packed.json"
     document = json.loads(index.read_text())
     document["index"]["made_for"]["data.on_bad_record"] = "refuse"  # as if it were packed so
-    document["digest"] = packed_set._digest_of(document["index"])
+    document["digest"] = packed_files.digest_of(document["index"])
     index.write_text(json.dumps(document))
     with pytest.raises(DataError, match="can't be used"):
         take(opened(folder, word_tokenizer, SIZES, on_bad_record="refuse").train(np.arange(8)), 20)

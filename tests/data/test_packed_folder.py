@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxvlm.data.conversations import packed_set
+from jaxvlm.data.conversations import packed_files
 from jaxvlm.data.errors import DataError
 from tests.data.stored_sets import SIZES, of_files, packed
 
@@ -32,7 +32,7 @@ def test_two_processes_pack_into_one_folder(tmp_path):
     target = tmp_path / "set"
     with (
         pytest.raises(DataError, match="can't be written: Directory not empty"),
-        packed_set.new_folder(str(target)) as folder,
+        packed_files.new_folder(str(target)) as folder,
     ):
         (folder / "mine").touch()
         target.mkdir()  # by another process
@@ -50,7 +50,7 @@ def test_what_is_not_ours_stays(tmp_path, monkeypatch):
         (tmp_path / name / "precious").mkdir(parents=True)
     (tmp_path / f"set.partial-{host}-{2**22 + 2}").symlink_to(other)
     (tmp_path / f"set.partial-{host}-{os.getpid()}0000000").mkdir()  # of a process that is gone
-    with packed_set.new_folder(str(tmp_path / "set")):
+    with packed_files.new_folder(str(tmp_path / "set")):
         pass
     assert all((tmp_path / name / "precious").is_dir() for name in names)
     assert (other / "precious").is_dir()
@@ -59,7 +59,7 @@ def test_what_is_not_ours_stays(tmp_path, monkeypatch):
     for output in ("~/set", "~", "/", "."):
         with (
             pytest.raises(DataError, match="exists; name another folder"),
-            packed_set.new_folder(output),
+            packed_files.new_folder(output),
         ):
             pass
 
@@ -83,8 +83,8 @@ def test_killed_while_packing(album, word_tokenizer, tmp_path):
     expected = pathlib.Path(packed(data, tmp_path / "whole"))
     script = f"""
 import os, signal, sys
-from jaxvlm.data.conversations import packed_set
-with packed_set.new_folder({str(tmp_path / "set")!r}) as folder:
+from jaxvlm.data.conversations import packed_files, packed_set
+with packed_files.new_folder({str(tmp_path / "set")!r}) as folder:
     (folder / "images-00000.tar").write_bytes(b"half")
     (folder / "tokenizer").mkdir()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import loopback_store
 import numpy as np
 import pytest
 
@@ -39,6 +40,18 @@ def test_the_bits_of_a_run_on_files(folder, tmp_path):
     packed = trained(folder, folder / "set", tmp_path / "set")
     for ours, theirs in zip(packed, files, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_same_bits_from_a_web_server(folder, tmp_path, monkeypatch):
+    """Its tokenizer and arrays are copied, its images are read as they are needed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = trained(folder, folder / "data.jsonl", tmp_path / "files")
+    with loopback_store.store(folder, loopback_store.Web) as store:
+        assert run(["data", "verify", f"{store.url}/set"]) == 0
+        served = trained(folder, f"{store.url}/set", tmp_path / "served")
+    for ours, theirs in zip(served, files, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert (tmp_path / "cache" / "jaxvlm" / "sets").is_dir()
 
 
 def test_a_run_goes_on_where_its_data_were_packed(folder, tmp_path):

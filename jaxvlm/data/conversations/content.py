@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import Record
-from jaxvlm.data.sources.member_names import is_video
+from jaxvlm.data.sources.member_names import is_video, local_path
 from jaxvlm.data.sources.tables import PACKED
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 
@@ -82,6 +81,9 @@ class Content(NamedTuple):
     """Result of :func:`packing.plan`; ``None``: not known yet."""
     check: Callable[[int], None] | None = None
     """Of a packed set: raises DataError where a piece is not as it was packed."""
+    each: Callable[..., Any] = map
+    """Calls a function of each piece of a batch: of several at a time where a store is waited
+    for."""
 
 
 def build(
@@ -147,9 +149,19 @@ def _max_patches(
     return min(most, config.max_patches_per_sequence or most)
 
 
-def is_packed(spec: str) -> bool:
-    """Whether a data file's name is the folder of a packed set."""
-    return bool(spec) and (pathlib.Path(spec).expanduser() / PACKED).is_file()
+def is_packed(spec: str, config: DataConfig) -> bool:
+    """Whether a data file's name is the folder, or the URL, of a packed set.
+
+    With a format of the user's own, it is whatever that format takes.
+    """
+    if config.format.target:
+        return False
+    return is_remote(spec) or (bool(spec) and (local_path(spec) / PACKED).is_file())
+
+
+def is_remote(spec: str) -> bool:
+    """Whether a data file's name is a URL: in stores there are packed sets alone."""
+    return "://" in spec and not spec.startswith("file://")
 
 
 def read_records(config: DataConfig, spec: str) -> Any:

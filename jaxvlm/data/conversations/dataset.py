@@ -261,9 +261,6 @@ class Dataset:
             picked |= mixture_records.fingerprint(self.config)
         return picked | {"content": self.facts.digest}
 
-    def _record_id(self, corpus: tokenize.Corpus, record: int) -> str:
-        return self.records[int(corpus.source[record])].id
-
     def _fitting_shape(
         self, chosen: Sequence[PackedSequence], pieces: packing.Pieces | None = None
     ) -> tuple[int, int]:
@@ -310,29 +307,34 @@ class Dataset:
         train: bool = True,
     ) -> tuple[Batch, Meta]:
         """Decode images, skip pieces whose images fail, and collate the rest."""
-        kept: list[np.ndarray] = []
+        kept: list[list[int]] = [[] for _ in chosen]
         inputs: list[ImageInput] = []
         pages: list[np.ndarray] = []
         slots = self._pages if train else None
-        for sequence in chosen:
-            good = []
-            for piece in sequence.pieces.tolist():
-                if self.content.check:
-                    self.content.check(piece)
-                images = pieces.images[piece]
-                try:
-                    tiles = self._inputs_of(images, piece, sequence, other, train)
-                except ImageError as error:
-                    if other is None:  # a failure in the blind control is not the piece's own
-                        self._skip(corpus, pieces, piece, str(error))
-                    continue
-                good.append(piece)
-                inputs += tiles
-                if slots:
-                    pages += [page for p in images for page in slots.pages(sequence.row, p)]
-            kept.append(np.asarray(good, np.int32))
+        work = [(k, piece) for k, own in enumerate(chosen) for piece in own.pieces.tolist()]
+
+        def load(item: tuple[int, int]) -> list[ImageInput] | ImageError:
+            k, piece = item
+            if self.content.check:
+                self.content.check(piece)
+            try:
+                return self._inputs_of(pieces.images[piece], piece, chosen[k], other, train)
+            except ImageError as error:
+                return error
+
+        for (k, piece), tiles in zip(work, self.content.each(load, work), strict=True):
+            if isinstance(tiles, ImageError):
+                if other is None:  # a failure in the blind control is not the piece's own
+                    self._skip(corpus, pieces, piece, str(tiles))
+                continue
+            kept[k].append(piece)
+            inputs += tiles
+            if slots:
+                row, own = chosen[k].row, pieces.images[piece]
+                pages += [page for p in own for page in slots.pages(row, p)]
         layout = self._layout()
-        batch, meta, places = collate(corpus, pieces, kept, shape[0], layout)
+        whole = [np.asarray(good, np.int32) for good in kept]
+        batch, meta, places = collate(corpus, pieces, whole, shape[0], layout)
         batch = batch._replace(example_id=(example_id % 2**31).astype(np.int32))
         if layout.max_images:
             slots_shape, settings = (len(chosen), layout.max_images), self.settings
@@ -386,12 +388,8 @@ class Dataset:
     ) -> None:
         """Count a piece whose image failed, once, and stop the run if too many have."""
         lost = pieces.record[pieces.start[piece] : pieces.start[piece + 1]]
-        self._skipped.add(
-            {
-                int(corpus.source[record]): Problem(self._record_id(corpus, record), reason)
-                for record in lost[lost >= 0].tolist()
-            }
-        )
+        records = map(int, corpus.source[lost[lost >= 0]])
+        self._skipped.add({i: Problem(self.records[i].id, reason) for i in records})
 
     def usable(self) -> list[int]:
         """Indices of the records that are in the data set and were not skipped at run time."""
@@ -489,7 +487,7 @@ def load_dataset(
     settings = ModelInputs(image_size, prepare, num_patches, seed, visual_mask, patching)
     validate_settings(config, settings)
     given = config, tokenizer, settings
-    if is_packed(spec):
+    if is_packed(spec, config):
         return Dataset(name, packed_set.open_set(spec, *given), *given)
     records, problems = read or read_records(config, spec)
     content = build(name, records, problems, *given)

@@ -7,41 +7,37 @@ sequences), images as they are in tar files, and the tokenizer. ``packed.json`` 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
-import os
 import pathlib
-import re
-import shutil
-import socket
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxvlm.config import DataConfig, json_text
-from jaxvlm.data.conversations import packing, tokenize
+from jaxvlm.config import DataConfig
+from jaxvlm.data.conversations import packed_files, packing, tokenize
 from jaxvlm.data.conversations.content import (
     PACKED_TOKENIZER,
     Content,
     Facts,
     ModelInputs,
+    is_remote,
 )
 from jaxvlm.data.conversations.mapped_arrays import Groups, Named, Spans, Strings, flat
 from jaxvlm.data.conversations.piece_checksums import Checksums, holds, of_sequence
 from jaxvlm.data.conversations.tokenize import Corpus
 from jaxvlm.data.errors import DataError, ImageError, Part, Problem
 from jaxvlm.data.images import image_files
+from jaxvlm.data.sources.downloads import digest_of_file
 from jaxvlm.data.sources.member_names import Member, as_video, is_video, shown
 from jaxvlm.data.sources.tables import PACKED
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
+from jaxvlm.stores.store_requests import concurrently
 from jaxvlm.types import Span
 
-FORMAT = 1
-"""Of the folder; raised where an older jaxvlm could not read it."""
 _PROBED = 16  # images, at most, whose tokens are counted again when a set is opened
 
 
@@ -76,54 +72,6 @@ def tokenizer_digest(tokenizer: ChatTokenizer) -> str:
     said = [parts, tokenizer.template, sorted(tokenizer.special.items()), list(tokenizer.style)]
     text = json.dumps(said, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-@contextlib.contextmanager
-def new_folder(output: str) -> Iterator[pathlib.Path]:
-    """A folder that is renamed to ``output`` when it is whole: there is never half a set.
-
-    It is beside ``output``, with this host and process in its name. What a process of this host
-    that was killed has left behind is removed.
-
-    Raises:
-        DataError: ``output`` exists, or the disk refuses.
-    """
-    target = pathlib.Path(output).expanduser().absolute()
-    if not target.name or target.exists():
-        raise DataError(f"{output} exists; name another folder, or remove it")
-    host = socket.gethostname()
-    partial = target.with_name(f"{target.name}.partial-{host}-{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left_over(target, host)
-        partial.mkdir()
-        try:
-            yield partial
-            for path in (*partial.rglob("*"), partial):
-                _to_disk(path)
-            os.rename(partial, target)
-            _to_disk(target.parent)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        where = error.filename or output
-        raise DataError(f"{where} can't be written: {error.strerror or error}") from None
-
-
-def _remove_left_over(target: pathlib.Path, host: str) -> None:
-    name = re.compile(re.escape(f"{target.name}.partial-{host}-") + r"(\d+)")
-    for path in target.parent.iterdir():
-        found = name.fullmatch(path.name)
-        if found and not path.is_symlink() and not os.path.exists(f"/proc/{found[1]}"):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _to_disk(path: pathlib.Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def write(
@@ -183,7 +131,7 @@ def write(
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
     tokenizer.save(folder / PACKED_TOKENIZER)
     index = {
-        "format": FORMAT,
+        "format": packed_files.FORMAT,
         "made_for": made,
         "facts": content.facts._asdict(),
         "records": len(ids),
@@ -194,12 +142,12 @@ def write(
         "sequences": len(sequences),
         "tokens": int(pieces.num_tokens.sum()),
         "files": {
-            str(path.relative_to(folder)): [path.stat().st_size, _digest(path)]
+            str(path.relative_to(folder)): [path.stat().st_size, digest_of_file(path)]
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         },
     }
-    text = json.dumps({"digest": _digest_of(index), "index": index}, indent=1)
+    text = json.dumps({"digest": packed_files.digest_of(index), "index": index}, indent=1)
     (folder / PACKED).write_text(text)
     return index
 
@@ -216,33 +164,25 @@ def open_set(
     """Open a packed set: its arrays stay on disk.
 
     Args:
-        spec: its folder.
+        spec: its folder, or its URL.
         config: data settings of the run.
         tokenizer: the run's.
         settings: what else the run's data depend on.
 
     Raises:
         DataError: it is damaged, or was packed for other settings.
+        StoreError: a store does not give its files.
     """
-    folder = pathlib.Path(spec).expanduser()
-    index = read_index(spec)
+    folder, index, where = packed_files.opened(spec, config)
     has_videos = bool(index["facts"].get("has_videos"))
     wanted = made_for(config, settings, tokenizer, has_videos)
     _check_settings(spec, index["made_for"], wanted, config)
-    for name, (size, _) in index["files"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            found = f"has {path.stat().st_size:,} bytes" if path.is_file() else "is missing"
-            raise DataError(
-                f"{path} {found}, and {size:,} bytes were packed; copy the set again, or pack it "
-                "again"
-            )
-    corpus, pieces, checksum = mapped(folder)
+    corpus, pieces, checksum = mapped(folder, where)
     known = _array(folder, "piece_checksum")
 
     def check(piece: int) -> None:
         if not holds(lambda: checksum.of_piece(piece), known, piece):
-            raise DataError(_DAMAGED.format(what=f"piece {piece}", spec=spec))
+            raise _damaged(f"piece {piece}", spec, folder)
 
     content = Content(
         records=Named(Strings(*_mapped(folder, "id_start", "id"))),
@@ -252,18 +192,24 @@ def open_set(
         parts=[Part(spec, index["total"], [Problem(*x) for x in index["left_out"]])],
         sequences=_CheckedSequences(spec, folder),
         check=check,
+        each=concurrently if is_remote(spec) else map,
     )
-    _probe(spec, content, index["probes"], settings, tokenizer.image_id)
+    _probe(spec, folder, content, index["probes"], settings, tokenizer.image_id)
     return content
 
 
-def mapped(folder: pathlib.Path) -> tuple[Corpus, packing.Pieces, Checksums]:
-    """A set's corpus and pieces, on disk, and their checksums."""
+def mapped(folder: pathlib.Path, where: str) -> tuple[Corpus, packing.Pieces, Checksums]:
+    """A set's corpus and pieces, on disk, and their checksums.
+
+    Args:
+        folder: of its arrays.
+        where: what the names of its images begin with.
+    """
     names = tuple(_mapped(folder, "path_start", "path"))
     corpus = Corpus(
         **{name: _array(folder, name) for name in (*_OF_CORPUS, "source")},
         images=Groups(*_mapped(folder, "images_of_record_start", "images_of_record")),
-        paths=Strings(*names, prefix=f"{folder}/"),
+        paths=Strings(*names, prefix=f"{where}/"),
         spans=Spans(lambda name: _array(folder, name)),
     )
     pieces = packing.Pieces(
@@ -273,9 +219,13 @@ def mapped(folder: pathlib.Path) -> tuple[Corpus, packing.Pieces, Checksums]:
     return corpus, pieces, Checksums(corpus, pieces, Strings(*names))
 
 
-_DAMAGED = (
-    "{spec}: {what} is not as it was packed; `jaxvlm data verify {spec}` lists the damaged files"
-)
+def _damaged(what: str, spec: str, folder: pathlib.Path) -> DataError:
+    """The error of what is not as it was packed; a copy of it is downloaded again."""
+    copied = f"remove {folder}, from where it is copied again; "
+    return DataError(
+        f"{spec}: {what} is not as it was packed; {copied * is_remote(spec)}`jaxvlm data verify "
+        f"{spec}` lists the damaged files"
+    )
 
 
 class _CheckedSequences(packing.Sequences):
@@ -283,54 +233,18 @@ class _CheckedSequences(packing.Sequences):
 
     def __init__(self, spec: str, folder: pathlib.Path):
         super().__init__(*_mapped(folder, "sequence_piece", "sequence_start"))
-        self._spec, self._checksum = spec, _array(folder, "sequence_checksum")
+        self._spec, self._folder = spec, folder
+        self._checksum = _array(folder, "sequence_checksum")
 
     def __getitem__(self, index: int) -> np.ndarray:
         own = super().__getitem__(index)
         if not holds(lambda: of_sequence(own), self._checksum, index):
-            raise DataError(_DAMAGED.format(what=f"sequence {index}", spec=self._spec))
+            raise _damaged(f"sequence {index}", self._spec, self._folder)
         return own
 
 
 def _u32(values: Iterable[int]) -> np.ndarray:
     return np.fromiter(values, np.uint32)
-
-
-def read_index(spec: str) -> dict[str, Any]:
-    """Read ``packed.json``.
-
-    Raises:
-        DataError: it is damaged, or of another format.
-    """
-    path = pathlib.Path(spec).expanduser() / PACKED
-    try:
-        document = json_text.read(path)
-        index, digest = document["index"], document["digest"]
-        if index["format"] != FORMAT:
-            raise DataError(
-                f"{path} is of format {index['format']}, and this jaxvlm reads {FORMAT}; pack the "
-                "data again with it"
-            )
-        if digest != _digest_of(index):
-            raise ValueError("its digest is another one")
-    except DataError:
-        raise
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise DataError(f"{path} is damaged: {error}; pack the data again") from None
-    return dict(index)
-
-
-def damaged(spec: str) -> Iterator[tuple[str, str]]:
-    """Read every byte of a set: (file, what is wrong) of those that are not as they were packed."""
-    folder = pathlib.Path(spec).expanduser()
-    for name, (size, digest) in read_index(spec)["files"].items():
-        path = folder / name
-        if not path.is_file():
-            yield name, "missing"
-        elif path.stat().st_size != size:
-            yield name, f"{path.stat().st_size:,} bytes instead of {size:,}"
-        elif _digest(path) != digest:
-            yield name, "other bytes"
 
 
 _DEFAULT = DataConfig()
@@ -377,7 +291,12 @@ def _probes(corpus: Corpus, used: Sequence[int]) -> list[int]:
 
 
 def _probe(
-    spec: str, content: Content, images: Sequence[int], settings: ModelInputs, image_id: int
+    spec: str,
+    folder: pathlib.Path,
+    content: Content,
+    images: Sequence[int],
+    settings: ModelInputs,
+    image_id: int,
 ) -> None:
     """Refuse a set whose images have other tokens than the run's model gives them."""
     count = settings.num_patches
@@ -385,7 +304,7 @@ def _probe(
         try:
             path, known = content.corpus.paths[image], content.corpus.spans[image]
         except (LookupError, ValueError):
-            raise DataError(_DAMAGED.format(what=f"image {image}", spec=spec)) from None
+            raise _damaged(f"image {image}", spec, folder) from None
         try:
             found = count if isinstance(count, int) else count(path)
         except ImageError:
@@ -449,13 +368,3 @@ def _array(folder: pathlib.Path, name: str) -> np.ndarray:
 
 def _mapped(folder: pathlib.Path, *names: str) -> Iterator[np.ndarray]:
     return (_array(folder, name) for name in names)
-
-
-def _digest(path: pathlib.Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _digest_of(index: dict[str, Any]) -> str:
-    text = json.dumps(index, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -8,6 +8,7 @@ them without the file's index. A name that ends in ``::video`` is read as a vide
 
 from __future__ import annotations
 
+import pathlib
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -66,6 +67,11 @@ def parse(path: str) -> Member | None:
     path = bare(path)
     match = _MEMBER.fullmatch(path) if "::" in path else None
     return Member(match[1], match[2], int(match[3]), match[5], match[4] or "") if match else None
+
+
+def local_path(spec: str) -> pathlib.Path:
+    """Path of a file or folder of this machine, which may be given as ``file:///path``."""
+    return pathlib.Path(spec.removeprefix("file://")).expanduser()
 
 
 def is_file(path: str) -> bool:

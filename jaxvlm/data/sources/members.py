@@ -7,7 +7,7 @@ import binascii
 import hashlib
 import os
 
-from jaxvlm.data.sources import columnar
+from jaxvlm.data.sources import columnar, downloads
 from jaxvlm.data.sources.fields import BadItem
 from jaxvlm.data.sources.member_names import DATA, Member, parse, shown
 
@@ -24,10 +24,18 @@ def read(path: str) -> bytes:
     member = parse(path)
     if member is None:
         raise ValueError(f"{path!r} does not name an image inside of another file")
+    if "://" in member.file:
+        return downloads.read(member)
     if not os.path.isfile(member.file):
         raise ValueError(f"{member.file} is no regular file")
     is_cell = member.file.lower().endswith((".parquet", ".arrow"))
     return columnar.content(member) if is_cell else _range(member)
+
+
+def digest(path: str) -> bytes:
+    """The hash that a member's name has of its bytes; b"" if it has none."""
+    member = parse(path)
+    return bytes.fromhex(member.digest) if member and len(member.digest) == 32 else b""
 
 
 def text(name: str) -> str:

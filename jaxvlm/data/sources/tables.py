@@ -13,7 +13,7 @@ from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.sources import columnar, delimited, json_files, mds, members, webdataset
 from jaxvlm.data.sources.compressed import kind_of
 from jaxvlm.data.sources.fields import BadItem, is_empty
-from jaxvlm.data.sources.member_names import InFile, with_file
+from jaxvlm.data.sources.member_names import InFile, local_path, with_file
 
 DEFAULT = DataConfig()
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif")
@@ -95,12 +95,13 @@ def read(
 
 
 def _paths(spec: str, named: Iterable[str]) -> list[pathlib.Path]:
-    if "://" in spec:
+    path = local_path(spec)
+    if "://" in spec and not spec.startswith("file://"):
         raise DataError(
             f"{spec}: data are read from files; copy them to this machine, or mount them (a "
-            "PersistentVolume, a FUSE mount of the bucket)"
+            "PersistentVolume, a FUSE mount of the bucket). Of stores, config.data.train reads the "
+            "sets that `jaxvlm data pack` makes"
         )
-    path = pathlib.Path(spec).expanduser()
     if path.name == PACKED:
         raise DataError(f"{spec}: name the folder of the packed set, {path.parent}")
     if spec and (path / PACKED).is_file():

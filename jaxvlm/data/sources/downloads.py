@@ -1,0 +1,261 @@
+"""Copies on this machine of a packed set's files in a store.
+
+Arrays are copied as a whole when a set is opened. A tar of images is a local file of the same size
+that has the images that were read so far, each at its place, and holes between them. An image is
+there if its bytes have the digest that was packed; so a process that is killed leaves nothing wrong
+behind, several processes share the copies, and what a store gives wrongly is never used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import pathlib
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxvlm.config import DataConfig
+from jaxvlm.data.errors import DataError
+from jaxvlm.data.sources.member_names import Member
+from jaxvlm.stores.object_store import RemoteFolder
+from jaxvlm.stores.store_requests import each
+
+_log = logging.getLogger(__name__)
+PAUSES = (0.5, 1.0, 2.0)
+"""Seconds before bytes with another digest are asked for again."""
+_MEASURED = 64 * 2**20
+"""Bytes that are copied before the images' size on disk is looked up again."""
+_OPEN: dict[tuple[str, str], Copies] = {}
+_BY_URL: dict[str, Copies] = {}
+"""Sets that this process has opened; the names of their images begin with these URLs."""
+
+
+def of(url: str, name: str, files: Mapping[str, Sequence[Any]], config: DataConfig) -> Copies:
+    """The copies of a set's files, and from now on the place that its images are read from.
+
+    Args:
+        url: of the set.
+        name: of the folder of its copies.
+        files: name -> (size, digest) of each file.
+        config: data settings, of which ``download_dir`` and ``download_gb`` are read.
+
+    Raises:
+        DataError: a file's name leads out of the folder, or a shard is not as long as it was.
+    """
+    folder = _root(config) / name
+    known = _OPEN.get((url, str(folder)))
+    if known is None:
+        known = Copies(url, folder, files)
+        known.check_shards()
+        _OPEN[url, str(folder)] = known
+    known.limit = int(config.download_gb * 2**30)
+    _BY_URL[url] = known
+    return known
+
+
+def _root(config: DataConfig) -> pathlib.Path:
+    if config.download_dir:
+        return pathlib.Path(config.download_dir).expanduser()
+    kept = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return pathlib.Path(kept).expanduser() / "jaxvlm" / "sets"
+
+
+def read(member: Member) -> bytes:
+    """Read an image of a set that this process has opened.
+
+    Raises:
+        ValueError: the store has other bytes, or the set was not opened.
+        StoreError: the store does not give them.
+    """
+    url, _, name = member.file.rpartition("/")
+    if url not in _BY_URL:
+        raise ValueError(f"{url} was not opened")
+    return _BY_URL[url].read(name, member)
+
+
+class Copies:
+    """Copies of a set's files in a folder of this machine.
+
+    Args:
+        url: of the set.
+        folder: of the copies; made when there is something to copy.
+        files: name -> (size, digest) of each file.
+
+    Attributes:
+        limit: bytes of images on disk that are kept, about; 0: all.
+    """
+
+    def __init__(self, url: str, folder: pathlib.Path, files: Mapping[str, Sequence[Any]]):
+        self.url, self.folder, self._files, self.limit = url, folder, files, 0
+        self._remote = RemoteFolder(url)
+        self._lock = threading.Lock()
+        self._read_at: dict[str, int] = {}
+        self._copied, self._full = 0, False
+        for name in files:
+            if not _is_inside(name):
+                raise DataError(f"{url} names the file {name!r}, which would not be in its folder")
+
+    def check_shards(self) -> None:
+        """Look up the files of images; raises DataError where one is not as long as it was."""
+
+        def check(name: str) -> None:
+            info, size = self._remote.info(name), self._files[name][0]
+            found = "is missing" if info is None else f"has {info['size']:,} bytes"
+            if info is None or info["size"] not in (None, size):
+                raise DataError(
+                    f"{self.url}/{name} {found}, and {size:,} bytes were packed; copy the set "
+                    "again, or pack it again"
+                )
+
+        each(check, [name for name in self._files if name.endswith(".tar")])
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Copy whole files that are not here yet, several at a time.
+
+        Raises:
+            DataError: the store has other bytes, or there is no room for them.
+            StoreError: the store does not give them.
+        """
+        missing = [name for name in names if not self._is_here(name)]
+        if not missing:
+            return
+        needed = sum(self._files[name][0] for name in missing)
+        with self._local():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.folder).free
+            if free < needed:
+                raise DataError(
+                    f"{self.folder} has room for {free / 2**30:.1f} GiB, and {needed / 2**30:.1f} "
+                    f"GiB of {self.url} are copied there; set data.download_dir"
+                )
+            _log.info("copying %.1f MiB of %s to %s", needed / 2**20, self.url, self.folder)
+            each(self._copy, missing)
+
+    def _is_here(self, name: str) -> bool:
+        path = self.folder / name
+        return path.is_file() and path.stat().st_size == self._files[name][0]
+
+    def _copy(self, name: str) -> None:
+        path, (size, digest) = self.folder / name, self._files[name]
+        path.parent.mkdir(exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        with _alone(partial):
+            if self._is_here(name):
+                return  # by another process, meanwhile
+            for pause in (*PAUSES, None):
+                self._remote.download(name, partial, size)
+                if digest_of_file(partial) == digest:
+                    break
+                if pause is None:
+                    raise DataError(
+                        f"{self.url}/{name} has other bytes than those that were packed; copy the "
+                        "set again, or pack it again"
+                    )
+                time.sleep(pause)
+            with open(partial, "rb") as file:
+                os.fsync(file.fileno())  # what has its name and size is taken for whole
+            os.replace(partial, path)
+
+    def read(self, name: str, member: Member) -> bytes:
+        """The bytes of an image, from its copy or from the store; see :func:`read`."""
+        size, first = self._files.get(name, (0, ""))[0], int(member.place)
+        if first + member.size > size:
+            raise ValueError("the file was truncated since it was indexed")
+        self._read_at[name] = time.monotonic_ns()
+        data = self._copied_part(name, first, member.size)
+        for pause in (0.0, *PAUSES):
+            if _digest(data) == member.digest:
+                return data
+            time.sleep(pause)
+            data = self._remote.read_range(name, first, member.size)
+            if _digest(data) == member.digest:
+                self._put(name, size, first, data)
+        if _digest(data) != member.digest:
+            raise ValueError("its bytes are not those that were packed")
+        return data
+
+    def _copied_part(self, name: str, first: int, size: int) -> bytes:
+        try:
+            with open(self.folder / name, "rb") as file:
+                return os.pread(file.fileno(), size, first)
+        except OSError:
+            return b""
+
+    def _put(self, name: str, size: int, first: int, data: bytes) -> None:
+        """Put an image into the copy of its file; a full disk is said once, and stops nothing."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            copy = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                if os.fstat(copy).st_size != size:
+                    os.ftruncate(copy, size)
+                os.pwrite(copy, data, first)
+            finally:
+                os.close(copy)
+        except OSError as error:
+            if not self._full:
+                self._full = True
+                _log.warning(
+                    "%s: %s; images of %s are read from there each time. Make room, lower "
+                    "data.download_gb, or set data.download_dir",
+                    *(self.folder, error.strerror or error, self.url),
+                )
+            return
+        with self._lock:
+            self._copied += len(data)
+            if self.limit and self._copied >= min(_MEASURED, self.limit // 4):
+                self._copied = 0
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """Remove the copies of those files of images whose last read is longest ago."""
+        on_disk = {}
+        for path in self.folder.glob("*.tar"):
+            with contextlib.suppress(OSError):  # removed by another process
+                on_disk[path] = path.stat().st_blocks * 512
+        total = sum(on_disk.values())
+        for path in sorted(on_disk, key=lambda path: self._read_at.get(path.name, 0)):
+            if total <= self.limit:
+                break
+            total -= on_disk[path]
+            path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _local(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"{error.filename or self.folder} can't be written: {error.strerror or error}; "
+                "set data.download_dir"
+            ) from None
+
+
+@contextlib.contextmanager
+def _alone(partial: pathlib.Path) -> Iterator[None]:
+    """Be the only one, thread or process of this host, that writes a file."""
+    lock = partial.with_name(f"{partial.name}-lock")
+    with open(lock, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # freed when a process is killed
+        yield
+
+
+def _is_inside(name: str) -> bool:
+    path = pathlib.PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def digest_of_file(path: pathlib.Path) -> str:
+    """Hash of a file's bytes, as ``packed.json`` has it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
