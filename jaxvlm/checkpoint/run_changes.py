@@ -79,6 +79,8 @@ def _relative(
         given_names[f"mixture.{source}.image_root"] = settings.image_root
     for name, given in given_names.items():
         path = pathlib.Path(given).expanduser()
+        if "://" in given:
+            continue
         if isinstance(start, str) and start != os.getcwd() and given and not path.is_absolute():
             yield name, path, pathlib.Path(start) / path
 
