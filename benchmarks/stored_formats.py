@@ -15,6 +15,7 @@ import functools
 import hashlib
 import http.server
 import io
+import itertools
 import json
 import pathlib
 import subprocess
@@ -33,7 +34,7 @@ from jaxvlm.data.sources import conversation_formats
 
 RECIPE = f"--config={ROOT / 'configs' / 'quickstart.py'}"
 SPLITS = ("train", "test")
-SHARD = 5_000  # records in a tar
+SHARD = 5_000  # records in a tar, about
 
 
 def rows_of(split: str) -> list[dict[str, Any]]:
@@ -72,16 +73,21 @@ def write_parquet(rows: list[dict[str, Any]], target: pathlib.Path) -> str:
 def write_tars(rows: list[dict[str, Any]], target: pathlib.Path) -> str:
     """A sample for each question; the first of an image has it, and the others name it."""
     target.mkdir()
-    for start in range(0, len(rows), SHARD):
+    rows_of_tar: list[list[dict[str, Any]]] = [[]]
+    for _, group in itertools.groupby(rows, lambda row: row["image"]):
+        if len(rows_of_tar[-1]) >= SHARD:  # all questions of an image are in one tar
+            rows_of_tar.append([])
+        rows_of_tar[-1] += group
+    for number, own in enumerate(rows_of_tar):
         first: dict[str, str] = {}  # of each tar
-        with tarfile.open(target / f"{start:06d}.tar", "w") as tar:
+        with tarfile.open(target / f"{number:03d}.tar", "w") as tar:
 
             def add(name: str, data: bytes, tar: tarfile.TarFile = tar) -> None:
                 info = tarfile.TarInfo(name)
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
 
-            for row in rows[start : start + SHARD]:
+            for row in own:
                 key, path = f"{int(row['id']):06d}", row["image"]
                 if path not in first:
                     first[path] = f"{key}.png"
@@ -133,7 +139,10 @@ def main() -> None:
                 print(name, found[name], flush=True)
             server.shutdown()
     same = len({row["parameters"] for row in found.values()}) == 1
-    write("stored_formats.json", {"formats": found, "same_parameters": same, **environment()})
+    write(
+        "stored_formats.json",
+        {"epochs": args.epochs, "formats": found, "same_parameters": same, **environment()},
+    )
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
