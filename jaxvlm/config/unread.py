@@ -198,7 +198,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
         (
             "download_dir download_gb",
             "a packed set at a URL in config.data.train",
-            lambda c: "://" in c.train,
+            lambda c: "://" in c.train and not c.train.startswith("file://"),
         ),
         (
             "mixture_temperature",

@@ -6,15 +6,16 @@ import base64
 import contextlib
 import hashlib
 import importlib.util
+import json
 import logging
 import os
 import pathlib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxvlm.config import ConfigError
-from jaxvlm.stores.errors import OtherBytes
+from jaxvlm.stores.errors import OtherBytes, StoreError
 from jaxvlm.stores.store_requests import (
     KINDS,
     READ_KINDS,
@@ -99,9 +100,10 @@ class RemoteFolder:
 
         def below(path: str, deep: bool) -> Iterable[dict[str, Any]]:
             def listed() -> list[dict[str, Any]]:
-                if deep:
-                    return list(self._fs.find(path, detail=True).values())
-                return list(self._fs.ls(path, detail=True))
+                with _whole_answers():
+                    if deep:
+                        return list(self._fs.find(path, detail=True).values())
+                    return list(self._fs.ls(path, detail=True))
 
             try:
                 return attempt(f"{path} is listed", listed)
@@ -135,19 +137,19 @@ class RemoteFolder:
     def info(self, name: str) -> dict[str, Any] | None:
         """What the store says of a file; ``None`` if there is none."""
         path = self._path(name)
-
-        def looked_up() -> dict[str, Any]:
-            try:
-                return dict(self._fs.info(path))
-            except FileNotFoundError as error:  # what a web server's failures are called, too
-                if isinstance(error.__cause__, Exception) and answer_of(error.__cause__)[0] != 404:
-                    raise error.__cause__ from None
-                raise
-
         try:
-            return attempt(f"{path} is looked up", looked_up)
+            return attempt(f"{path} is looked up", lambda: self._info(path))
         except FileNotFoundError:
             return None
+
+    def _info(self, path: str) -> dict[str, Any]:
+        try:
+            with _whole_answers():
+                return dict(self._fs.info(path))
+        except FileNotFoundError as error:  # what fsspec calls all failures of a web server, too
+            if isinstance(error.__cause__, Exception) and answer_of(error.__cause__)[0] != 404:
+                raise error.__cause__ from None
+            raise
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file."""
@@ -173,13 +175,28 @@ class RemoteFolder:
         path = self._path(name)
 
         def whole() -> bytes:
-            data = bytes(self._fs.cat_file(path))
-            info = self._fs.info(path)  # after it: another process may write the file again
+            with _whole_answers():
+                data = bytes(self._fs.cat_file(path))
+            info = self._info(path)  # after it: another process may write the file again
             if not _is_same(data, info):
                 raise OtherBytes("its bytes are not those that the store lists")
             return data
 
         return attempt(f"{path} is read", whole)
+
+    def check_ranges(self, name: str) -> None:
+        """Ask for one byte of a small file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            StoreError: all of it comes, as it would of files of gigabytes.
+        """
+        path = self._path(name)
+        if len(attempt(f"{path} is read", lambda: self._fs.cat_file(path, start=0, end=1))) > 1:
+            raise StoreError(
+                f"{self.url}: the web server gives whole files where a part is asked for (it "
+                "ignores Range, as python's http.server does); use another one (nginx, Caddy)"
+            )
 
     def read_range(self, name: str, first: int, size: int) -> bytes:
         """Read a part of a file: so many bytes from the first one on.
@@ -191,9 +208,10 @@ class RemoteFolder:
         path = self._path(name)
 
         def part() -> bytes:
-            data = bytes(self._fs.cat_file(path, start=first, end=first + size))
+            with _whole_answers():
+                data = bytes(self._fs.cat_file(path, start=first, end=first + size))
             if len(data) > size:
-                raise OtherBytes("more than the part that was asked for: is Range not answered?")
+                raise OtherBytes("more than the part that was asked for")
             if len(data) < size:
                 raise OtherBytes(f"{len(data):,} of {size:,} bytes")
             return data
@@ -251,13 +269,20 @@ class RemoteFolder:
         path = self._path(name)
         attempt(f"{path} is written", lambda: self._fs.put_file(str(file), path))
 
-    def download(self, name: str, file: pathlib.Path, size: int) -> None:
+    def download(
+        self,
+        name: str,
+        file: pathlib.Path,
+        size: int,
+        advice: str = "set TMPDIR to a folder with room for a checkpoint",
+    ) -> None:
         """Write what the store holds to a local file.
 
         Args:
             name: from the URL on.
             file: in a folder that exists.
             size: bytes that the store lists.
+            advice: see ``local_disk``.
 
         Raises:
             FileNotFoundError: there is none.
@@ -266,7 +291,7 @@ class RemoteFolder:
         path = self._path(name)
 
         def whole() -> None:
-            with local_disk(file.parent):
+            with local_disk(file.parent, advice), _whole_answers():
                 self._fs.get_file(path, str(file))
             if file.stat().st_size != size:
                 raise OtherBytes("its bytes are not as many as the store lists")
@@ -309,6 +334,15 @@ class RemoteFolder:
 
         each(copy, self.files(source))
         self.remove_folder(source, mark)
+
+
+@contextlib.contextmanager
+def _whole_answers() -> Iterator[None]:
+    """Of what a store says of files: an answer that can't be read is asked for again."""
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        raise OtherBytes(f"its answer is damaged: {error}") from None
 
 
 def _filesystem(scheme: str) -> Any:

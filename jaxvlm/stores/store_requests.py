@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import json
 import math
 import pathlib
 import re
@@ -104,7 +103,7 @@ def passes(error: BaseException) -> bool:
     """Whether a failure may pass, so that the same request can succeed later."""
     if isinstance(error, (FileNotFoundError, FileExistsError)) or refuses(error):
         return False
-    if isinstance(error, (TimeoutError, ConnectionError, OtherBytes, json.JSONDecodeError)):
+    if isinstance(error, (TimeoutError, ConnectionError, OtherBytes)):
         return True
     if isinstance(error, StoreError):
         return error.passes
@@ -229,8 +228,14 @@ def each(call: Callable[[Any], Any], names: Iterable[Any]) -> None:
 
 
 @contextlib.contextmanager
-def local_disk(folder: pathlib.Path) -> Iterator[None]:
+def local_disk(
+    folder: pathlib.Path, advice: str = "set TMPDIR to a folder with room for a checkpoint"
+) -> Iterator[None]:
     """Tells what this machine's disk refuses from what a store does.
+
+    Args:
+        folder: that is written to.
+        advice: what to do where there is no room, in the error's words.
 
     Raises:
         StoreError: the disk is full, or can't be written.
@@ -241,7 +246,5 @@ def local_disk(folder: pathlib.Path) -> Iterator[None]:
         if error.errno not in _LOCAL:
             raise
         raise StoreError(
-            f"{folder} of this machine: {error.strerror}; make room, or set TMPDIR to a folder "
-            "with room for a checkpoint",
-            passes=True,
+            f"{folder} of this machine: {error.strerror}; make room, or {advice}", passes=True
         ) from error

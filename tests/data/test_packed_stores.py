@@ -1,12 +1,17 @@
 """Packed sets in stores: the batches of the files, whatever a store answers, or an error."""
 
+import functools
+import http.server
+import json
 import os
 import pathlib
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import loopback_store
@@ -21,7 +26,7 @@ from jaxvlm.data.sources import downloads
 from jaxvlm.stores import store_requests
 from jaxvlm.stores.errors import StoreError
 from jaxvlm.stores.object_store import RemoteFolder
-from tests.data.stored_sets import BASE, SIZES, of_files, opened, packed
+from tests.data.stored_sets import SIZES, of_files, opened, packed
 from tests.data.test_dataset import assert_equal, take
 
 ALL = pytest.mark.parametrize("store", loopback_store.READ_KINDS, indirect=True)
@@ -88,7 +93,8 @@ def test_batches_are_those_of_the_files(store, stored, word_tokenizer, tmp_path)
     store.seen.clear()
     downloads._OPEN.clear()  # as in another process
     assert_same(there(url, word_tokenizer, tmp_path), data)
-    assert not [seen for seen in store.seen if seen.startswith("GET") and ".npy" in seen]
+    arrays = [seen for seen in store.seen if seen.startswith("GET") and ".npy" in seen]
+    assert len(arrays) == (store.scheme == "http")  # one byte, to see whether it gives parts
     parts = [s for s in store.seen if s.startswith("GET") and ".tar" in s and "alt=media" in s]
     assert not parts
     for path in map(data.corpus.paths.__getitem__, range(3)):
@@ -171,10 +177,20 @@ def test_what_is_no_set_is_refused(store, stored, word_tokenizer, tmp_path, caps
     assert run(["data", "verify", url]) == 0
 
 
-@pytest.mark.parametrize("name", ["../other.npy", "/tmp/other.npy", "a/../../b", ""])
-def test_files_outside_of_the_folder_are_refused(stored, tmp_path, name):
-    with pytest.raises(DataError, match="would not be in its folder"):
-        downloads.of(stored[0], "set", {name: (3, "")}, BASE)
+BAD = [
+    *("../other.npy", "/tmp/other.npy", "a/../../b", "", "a\0b", "a?b", "a#b", "./a"),
+]
+
+
+@pytest.mark.parametrize("files", [[], 3, {"a": 1}, {"a": [-1, ""]}, *({x: [1, ""]} for x in BAD)])
+def test_an_index_that_is_none_of_ours_is_refused(tmp_path, word_tokenizer, files):
+    """Its digest says that it came as it was written, not by whom."""
+    index = {"format": packed_files.FORMAT, "files": files}
+    document = {"index": index, "digest": packed_files.digest_of(index)}
+    (tmp_path / "packed.json").write_text(json.dumps(document))
+    match = "packed.json is damaged" if files != [] else "is damaged|facts"
+    with pytest.raises((DataError, KeyError), match=match):
+        opened(str(tmp_path), word_tokenizer, SIZES)
 
 
 def test_a_small_limit_of_copies(stored, word_tokenizer, tmp_path, monkeypatch):
@@ -263,6 +279,57 @@ def test_a_killed_pack_is_no_set(store, stored, word_tokenizer, tmp_path):
     packed(data, url)
     assert not [name for name in RemoteFolder(url).files() if name.startswith("packing-")]
     assert_same(there(url, word_tokenizer, tmp_path), data)
+
+
+def test_a_server_that_gives_whole_files_alone_is_refused(album, word_tokenizer, tmp_path):
+    """As Python's own does: a step would read gigabytes for each image."""
+    packed(of_files(album(20), word_tokenizer, SIZES), tmp_path / "set")
+    plain = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), plain) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(StoreError, match=r"ignores Range.*; use another one") as found:
+            there(f"http://127.0.0.1:{server.server_port}/set", word_tokenizer, tmp_path)
+        server.shutdown()
+    assert not found.value.passes
+
+
+@ALL
+def test_files_that_a_store_has_lost(store, stored, word_tokenizer, tmp_path):
+    """An array is missed at the start; images that are gone later are no images' fault."""
+    url, _, data = stored
+    found = there(url, word_tokenizer, tmp_path, image_cache_mb=0)
+
+    def gone(status, body):
+        return 404, b""
+
+    for path in (tmp_path / "copies").rglob("*.tar"):
+        path.unlink()
+    store.wrong.append(answers("images-0000", gone, 10**6))
+    with pytest.raises(StoreError, match=r"images-0000\d.tar is gone, and was there at the start"):
+        take(found.train(np.arange(8)), data.steps_per_epoch)
+    store.wrong[:] = [answers("which.npy", gone, 10**6)]
+    downloads._OPEN.clear()
+    with pytest.raises(DataError, match=r"span_which.npy is missing; copy the set again"):
+        opened(url, word_tokenizer, SIZES, download_dir=str(tmp_path / "other"))
+
+
+def test_two_pack_at_one_url(store, stored, tmp_path):
+    url, data = f"{stored[0]}-two", stored[2]
+    marks = [f"packing-{host}-{pid}.txt" for host, pid in (("far", 1), (socket.gethostname(), 1))]
+    for mark in marks:
+        RemoteFolder(url).write(mark, b"")
+        with pytest.raises(DataError, match=f"another process.*; wait for it, or remove .*{mark}"):
+            packed(data, url)
+        RemoteFolder(url).remove(mark)
+    RemoteFolder(url).write(f"packing-{socket.gethostname()}-{2**22 + 1}.txt", b"")  # of a dead one
+    with (
+        pytest.raises(DataError, match="exists; name another folder"),
+        packed_files.new_folder(url) as folder,
+    ):
+        (folder / "packed.json").write_text("mine")
+        RemoteFolder(url).write("packed.json", b"theirs")  # meanwhile
+    assert RemoteFolder(url).read("packed.json") == b"theirs"
+    assert list(RemoteFolder(url).files()) == ["packed.json"]
 
 
 def test_an_image_that_the_store_has_wrongly_is_skipped_by_name(stored, word_tokenizer, tmp_path):

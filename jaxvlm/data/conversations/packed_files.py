@@ -15,7 +15,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxvlm.config import ConfigError, DataConfig, json_text
@@ -24,6 +24,7 @@ from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources import downloads
 from jaxvlm.data.sources.member_names import local_path
 from jaxvlm.data.sources.tables import PACKED
+from jaxvlm.stores.errors import StoreError
 from jaxvlm.stores.object_store import RemoteFolder, check_scheme
 from jaxvlm.stores.store_requests import READ_KINDS, concurrently, each
 
@@ -58,7 +59,7 @@ def opened(spec: str, config: DataConfig) -> PackedFiles:
         # Its name says which set it is of, and two sets are never in one.
         name = f"{spec.rstrip('/').rpartition('/')[2]}-{digest}"
         copies = downloads.of(spec.rstrip("/"), name, index["files"], config)
-        copies.keep(name for name in index["files"] if not is_shard(name))
+        copies.keep(name for name in index["files"] if not downloads.is_shard(name))
         return PackedFiles(copies.folder, index, copies.url)
     folder = local_path(spec)
     for name, (size, _) in index["files"].items():
@@ -70,11 +71,6 @@ def opened(spec: str, config: DataConfig) -> PackedFiles:
                 "again"
             )
     return PackedFiles(folder, index, str(folder))
-
-
-def is_shard(name: str) -> bool:
-    """Whether a set's file has images: no start reads it, and steps read parts of it."""
-    return name.endswith(".tar")
 
 
 @contextlib.contextmanager
@@ -117,13 +113,14 @@ def new_folder(output: str) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _new_in_store(url: str) -> Iterator[pathlib.Path]:
-
-    remote = RemoteFolder(url)
+    remote, host = RemoteFolder(url), socket.gethostname()
     remote.check_bucket()
+    exists = DataError(f"{url} exists; name another folder, or remove it")
     if remote.exists(PACKED):
-        raise DataError(f"{url} exists; name another folder, or remove it")
-    started = f"packing-{socket.gethostname()}-{os.getpid()}.txt"
+        raise exists
+    started = f"{_PACKING}{host}-{os.getpid()}.txt"
     remote.write(started, b"jaxvlm data pack is making a set here\n")  # refused early, not late
+    _refuse_others(remote, host, started)
     with tempfile.TemporaryDirectory(prefix="jaxvlm-pack-") as made:
         folder = pathlib.Path(made)
         try:
@@ -135,7 +132,8 @@ def _new_in_store(url: str) -> Iterator[pathlib.Path]:
             for name in set(names) - {PACKED}:
                 if found.get(name) != sizes[name]:
                     raise DataError(f"{url}/{name} was not written as a whole; pack the data again")
-            remote.write(PACKED, (folder / PACKED).read_bytes())
+            if not remote.create(PACKED, (folder / PACKED).read_bytes()):
+                raise exists
         except OSError as error:
             where = error.filename or made
             raise DataError(
@@ -143,7 +141,27 @@ def _new_in_store(url: str) -> Iterator[pathlib.Path]:
                 "that a set is made in before it is sent"
             ) from None
         finally:
-            remote.remove(started)
+            with contextlib.suppress(StoreError):  # it does not hide why nothing was packed
+                remote.remove(started)
+
+
+_PACKING = "packing-"
+
+
+def _refuse_others(remote: RemoteFolder, host: str, started: str) -> None:
+    """Refuse a folder where another process packs; marks of this host's dead ones are removed."""
+    for name in remote.names(""):
+        if not name.startswith(_PACKING) or name == started:
+            continue
+        of_here = re.fullmatch(re.escape(f"{_PACKING}{host}-") + r"(\d+)\.txt", name)
+        if of_here and not os.path.exists(f"/proc/{of_here[1]}"):
+            remote.remove(name)
+            continue
+        remote.remove(started)
+        raise DataError(
+            f"{remote.url} is being packed by another process, or was by one that was killed; wait "
+            f"for it, or remove {remote.url}/{name}"
+        )
 
 
 def _remove_left_over(target: pathlib.Path, host: str) -> None:
@@ -184,21 +202,35 @@ def _index(spec: str) -> tuple[dict[str, Any], str]:
         try:
             document = json_text.parse(_bytes_of(spec))
             index, digest = document["index"], document["digest"]
+            if index["format"] != FORMAT:
+                raise DataError(
+                    f"{where} is of format {index['format']}, and this jaxvlm reads {FORMAT}; pack "
+                    "the data again with it"
+                )
             if digest != digest_of(index):
                 raise ValueError("its digest is another one")
+            _check_files(index["files"])
             break
         except DataError:
             raise
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             if not left:
-                raise DataError(f"{where} is damaged: {error}; pack the data again") from None
+                raise DataError(
+                    f"{where} is damaged: {type(error).__name__}: {error}; pack the data again"
+                ) from None
             time.sleep(downloads.PAUSES[-left])
-    if index.get("format") != FORMAT:
-        raise DataError(
-            f"{where} is of format {index.get('format')}, and this jaxvlm reads {FORMAT}; pack the "
-            "data again with it"
-        )
     return dict(index), str(digest)
+
+
+_NAME = re.compile(r"[\w .+-]+(/[\w .+-]+)*")
+
+
+def _check_files(files: Mapping[str, Sequence[Any]]) -> None:
+    """Raise ValueError where something is no file of a set's folder: stores are not ours."""
+    for name, (size, digest) in dict(files).items():
+        inside = _NAME.fullmatch(name) and not {".", ".."}.intersection(name.split("/"))
+        if not inside or not isinstance(size, int) or size < 0 or not isinstance(digest, str):
+            raise ValueError(f"it names the file {name!r} of {size!r} bytes")
 
 
 def _bytes_of(spec: str) -> bytes:
@@ -248,7 +280,7 @@ def _damaged_in_store(spec: str, files: Mapping[str, Any]) -> Iterator[tuple[str
             if info["size"] not in (None, size):
                 return f"{info['size']:,} bytes instead of {size:,}"
             copy = pathlib.Path(folder) / str(number)
-            remote.download(name, copy, size)
+            remote.download(name, copy, size, "set TMPDIR to a folder with room")
             found = downloads.digest_of_file(copy)
             copy.unlink()
             return "" if found == digest else "other bytes"

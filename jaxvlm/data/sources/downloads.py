@@ -12,9 +12,11 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import math
 import os
 import pathlib
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from typing import Any
 from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources.member_names import Member
+from jaxvlm.stores.errors import StoreError
 from jaxvlm.stores.object_store import RemoteFolder
 from jaxvlm.stores.store_requests import each
 
@@ -31,6 +34,8 @@ PAUSES = (0.5, 1.0, 2.0)
 """Seconds before bytes with another digest are asked for again."""
 _MEASURED = 64 * 2**20
 """Bytes that are copied before the images' size on disk is looked up again."""
+_A_WHILE = 60.0
+"""Seconds after which a read of a file is written down again, in its time of change."""
 _OPEN: dict[tuple[str, str], Copies] = {}
 _BY_URL: dict[str, Copies] = {}
 """Sets that this process has opened; the names of their images begin with these URLs."""
@@ -46,7 +51,8 @@ def of(url: str, name: str, files: Mapping[str, Sequence[Any]], config: DataConf
         config: data settings, of which ``download_dir`` and ``download_gb`` are read.
 
     Raises:
-        DataError: a file's name leads out of the folder, or a shard is not as long as it was.
+        DataError: a file of images is not as long as it was.
+        StoreError: the store does not answer, or gives no parts of files.
     """
     folder = _root(config) / name
     known = _OPEN.get((url, str(folder)))
@@ -55,6 +61,8 @@ def of(url: str, name: str, files: Mapping[str, Sequence[Any]], config: DataConf
         known.check_shards()
         _OPEN[url, str(folder)] = known
     known.limit = int(config.download_gb * 2**30)
+    if known.limit:
+        known.make_room()
     _BY_URL[url] = known
     return known
 
@@ -95,14 +103,20 @@ class Copies:
         self.url, self.folder, self._files, self.limit = url, folder, files, 0
         self._remote = RemoteFolder(url)
         self._lock = threading.Lock()
-        self._read_at: dict[str, int] = {}
+        self._read_at: dict[str, float] = {}
         self._copied, self._full = 0, False
-        for name in files:
-            if not _is_inside(name):
-                raise DataError(f"{url} names the file {name!r}, which would not be in its folder")
 
     def check_shards(self) -> None:
-        """Look up the files of images; raises DataError where one is not as long as it was."""
+        """Look up the files of images.
+
+        Raises:
+            DataError: one is not as long as it was.
+            StoreError: a web server does not give parts of files.
+        """
+        if self.url.startswith("http") and self._files:
+            smallest = min(self._files, key=lambda name: int(self._files[name][0]))
+            with self._present(smallest):
+                self._remote.check_ranges(smallest)
 
         def check(name: str) -> None:
             info, size = self._remote.info(name), self._files[name][0]
@@ -113,7 +127,16 @@ class Copies:
                     "again, or pack it again"
                 )
 
-        each(check, [name for name in self._files if name.endswith(".tar")])
+        each(check, list(filter(is_shard, self._files)))
+
+    @contextlib.contextmanager
+    def _present(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise DataError(
+                f"{self.url}/{name} is missing; copy the set again, or pack it again"
+            ) from None
 
     def keep(self, names: Iterable[str]) -> None:
         """Copy whole files that are not here yet, several at a time.
@@ -143,13 +166,13 @@ class Copies:
 
     def _copy(self, name: str) -> None:
         path, (size, digest) = self.folder / name, self._files[name]
-        path.parent.mkdir(exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
-        with _alone(partial):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(path) as partial:
             if self._is_here(name):
                 return  # by another process, meanwhile
             for pause in (*PAUSES, None):
-                self._remote.download(name, partial, size)
+                with self._present(name):
+                    self._remote.download(name, partial, size, "set data.download_dir")
                 if digest_of_file(partial) == digest:
                     break
                 if pause is None:
@@ -167,13 +190,17 @@ class Copies:
         size, first = self._files.get(name, (0, ""))[0], int(member.place)
         if first + member.size > size:
             raise ValueError("the file was truncated since it was indexed")
-        self._read_at[name] = time.monotonic_ns()
         data = self._copied_part(name, first, member.size)
         for pause in (0.0, *PAUSES):
             if _digest(data) == member.digest:
                 return data
             time.sleep(pause)
-            data = self._remote.read_range(name, first, member.size)
+            try:
+                data = self._remote.read_range(name, first, member.size)
+            except FileNotFoundError:  # no image's fault, by which its records were skipped
+                raise StoreError(
+                    f"{self.url}/{name} is gone, and was there at the start; copy the set again"
+                ) from None
             if _digest(data) == member.digest:
                 self._put(name, size, first, data)
         if _digest(data) != member.digest:
@@ -181,8 +208,12 @@ class Copies:
         return data
 
     def _copied_part(self, name: str, first: int, size: int) -> bytes:
+        path, now = self.folder / name, time.monotonic()
         try:
-            with open(self.folder / name, "rb") as file:
+            if now - self._read_at.get(name, -math.inf) > _A_WHILE:
+                self._read_at[name] = now
+                os.utime(path)  # the processes that share the copies tell each other by it
+            with path.open("rb") as file:
                 return os.pread(file.fileno(), size, first)
         except OSError:
             return b""
@@ -211,19 +242,20 @@ class Copies:
             self._copied += len(data)
             if self.limit and self._copied >= min(_MEASURED, self.limit // 4):
                 self._copied = 0
-                self._make_room()
+                self.make_room()
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """Remove the copies of those files of images whose last read is longest ago."""
-        on_disk = {}
+        on_disk = []
         for path in self.folder.glob("*.tar"):
             with contextlib.suppress(OSError):  # removed by another process
-                on_disk[path] = path.stat().st_blocks * 512
-        total = sum(on_disk.values())
-        for path in sorted(on_disk, key=lambda path: self._read_at.get(path.name, 0)):
+                found = path.stat()
+                on_disk.append((found.st_mtime_ns, found.st_blocks * 512, path))
+        total = sum(size for _, size, _ in on_disk)
+        for _, size, path in sorted(on_disk):
             if total <= self.limit:
                 break
-            total -= on_disk[path]
+            total -= size
             path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
@@ -238,17 +270,26 @@ class Copies:
 
 
 @contextlib.contextmanager
-def _alone(partial: pathlib.Path) -> Iterator[None]:
-    """Be the only one, thread or process of this host, that writes a file."""
-    lock = partial.with_name(f"{partial.name}-lock")
-    with open(lock, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # freed when a process is killed
-        yield
+def _alone(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The file in which this process, alone on its host, writes what is renamed to ``path``.
+
+    Other hosts, which locks may not reach, have files of their own.
+    """
+    host = socket.gethostname()
+    with open(path.with_name(f"{path.name}.lock-{host}"), "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.info("waiting for another process of this host that copies %s", path)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # freed when a process is killed
+        except OSError:  # this disk has no locks
+            host = f"{host}-{os.getpid()}"
+        yield path.with_name(f"{path.name}.partial-{host}")
 
 
-def _is_inside(name: str) -> bool:
-    path = pathlib.PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+def is_shard(name: str) -> bool:
+    """Whether a set's file has images: no start reads it, and steps read parts of it."""
+    return name.endswith(".tar") and "/" not in name
 
 
 def _digest(data: bytes) -> str:
