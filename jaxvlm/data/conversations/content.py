@@ -152,11 +152,11 @@ def _max_patches(
 def is_packed(spec: str, config: DataConfig) -> bool:
     """Whether a data file's name is the folder, or the URL, of a packed set.
 
-    With a format of the user's own, it is whatever that format takes.
+    With a format of the user's own, a URL is whatever that format takes.
     """
-    if config.format.target:
-        return False
-    return is_remote(spec) or (bool(spec) and (local_path(spec) / PACKED).is_file())
+    if is_remote(spec):
+        return not config.format.target
+    return bool(spec) and (local_path(spec) / PACKED).is_file()
 
 
 def is_remote(spec: str) -> bool:
