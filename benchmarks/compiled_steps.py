@@ -3,14 +3,14 @@
     pip install -e '.[aot]'
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python -m benchmarks.compiled_steps [--only TEXT]
 
-Three tables, for the same sources as ``benchmarks.lowering``, whose digest the result has:
+Three tables, for the same sources as ``benchmarks.lowering``, whose digests the result has:
 
 * steps: a covering set of models at their real widths, with few layers, on one chip with full
   remat: kernels, arrays of all queries and all keys, memory, bytes moved;
 * attention: one call, forward and backward, at a model's shapes, beside our kernel without a mask;
 * jobs: whole models on typical rows: executed over useful FLOPs, and a roofline of the program.
 
-Rows that are in the result are kept if the digest is the same. ``--docs`` prints the tables.
+Rows that are in the result are kept if these are the same. ``--docs`` prints the tables.
 """
 
 from __future__ import annotations
@@ -333,12 +333,13 @@ def main() -> None:
         print(tables(json.loads((RESULTS / f"{NAME}.json").read_text())))
         return
     verify.prepare(machine.parse("h200:1"))
-    path, now, here = RESULTS / f"{NAME}.json", lowering.digest(), environment()
+    path, here = RESULTS / f"{NAME}.json", environment()
+    now: dict[str, Any] = {"digest": lowering.digest(), "models": lowering.digests(MODELS)}
     before = json.loads(path.read_text()) if path.exists() else {}
-    result = {"digest": now, "environment": here, "attention": {}, "steps": {}, "jobs": {}}
+    result = now | {"environment": here, "attention": {}, "steps": {}, "jobs": {}}
     result["before"] = before.get("before", {})
-    if before.get("digest") == now:
-        result |= {k: v for k, v in before.items() if k not in ("digest", "environment")}
+    if now.items() <= before.items():
+        result |= {k: v for k, v in before.items() if k != "environment"}
     for table, name, make in work():
         if name in result[table] or args.only not in f"{table}: {name}":
             continue

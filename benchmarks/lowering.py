@@ -7,8 +7,8 @@ Real sizes, eight devices, ``fsdp``, full remat, default settings: every model o
 A100, v5p, v6e x all weights, LoRA, a frozen vision encoder x packed sequences, sequences that share
 images; dual encoders have pairs instead. Lowering runs all of our code and JAX's checks of shapes
 and dtypes for the chip, and the compiler of a Pallas kernel to its own language; no program is
-compiled. The result has a digest of the sources that decide which kernel runs: a test compares it.
-Rows that are in the result are kept if the digest is the same.
+compiled. The result has a digest of the sources that decide which kernel runs, and one of each
+model's settings: a test compares them. Rows that are in the result are kept if both are the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -55,7 +55,7 @@ LENGTH = 3968
 _SOURCES = (
     "jaxvlm/nn/kernels/*.py", "jaxvlm/nn/attention*.py", "jaxvlm/nn/mask.py",
     "jaxvlm/models/decoder.py", "jaxvlm/models/vit.py", "jaxvlm/models/text_encoder.py",
-    "jaxvlm/models/grid.py", "jaxvlm/hf/families/*.py", "jaxvlm/planner/targets/models.json",
+    "jaxvlm/models/grid.py",
 )  # fmt: skip
 _CALL = re.compile(r"custom_call @([\w.$]+)\(.*")
 _NAMED = re.compile(r'(?<![\w])(?:kernel_)?name = "(\w+)"')
@@ -169,6 +169,23 @@ def digest() -> str:
     return total.hexdigest()[:16]
 
 
+def digests(models: Iterable[str]) -> dict[str, str]:
+    """Digest of each model's settings, without those at their defaults."""
+    found = {name: repr(_set_fields(model_zoo.config_of(name))) for name in models}
+    return {name: hashlib.sha256(x.encode()).hexdigest()[:16] for name, x in found.items()}
+
+
+def _set_fields(config: Any) -> Any:
+    """Settings that differ from the defaults of their classes: a new one changes no digest."""
+    if not dataclasses.is_dataclass(config):
+        return config
+    own, found = type(config)(), {}
+    for field in dataclasses.fields(config):
+        if (value := getattr(config, field.name)) != getattr(own, field.name):
+            found[field.name] = _set_fields(value)
+    return found
+
+
 def _without_docs(text: str) -> str:
     tree = ast.parse(text)
     for node in ast.walk(tree):
@@ -182,15 +199,21 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
+def _model_of(row: dict[str, Any]) -> str:
+    return str(row["case"].split(", ")[1])
+
+
 def main() -> None:
     """Lower what is not in the result yet, and write it after each row."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--chips", nargs="*", default=CHIPS, choices=CHIPS)
     parser.add_argument("--models", nargs="*", default=model_zoo.names())
     args = parser.parse_args()
-    path, now = RESULTS / f"{NAME}.json", digest()
+    path, now, models = RESULTS / f"{NAME}.json", digest(), digests(model_zoo.names())
     before = json.loads(path.read_text()) if path.exists() else {}
     rows = before.get("rows", []) if before.get("digest") == now else []
+    same = [name for name, own in models.items() if before.get("models", {}).get(name) == own]
+    rows = [row for row in rows if _model_of(row) in same]
     done, here = {row["case"] for row in rows}, environment()
     for case in cases():
         name = ", ".join(case)
@@ -202,7 +225,9 @@ def main() -> None:
         failed = [row["case"] for row in rows if "why" in row]
         square = [row["case"] for row in rows if row.get("squares")]
         summary = {"rows": len(rows), "failed": failed, "with squares": square}
-        found = {"digest": now, "summary": summary, "environment": here, "rows": rows}
+        known = {name: models[name] for name in models if name in {_model_of(row) for row in rows}}
+        found = {"digest": now, "models": known, "summary": summary, "environment": here}
+        found["rows"] = rows
         write(f"{NAME}.json", found)
 
 

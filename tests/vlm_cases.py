@@ -130,6 +130,16 @@ CASES = {
             "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]],
         },
     ),
+    "llava-next-video": (
+        "LlavaNextVideo",
+        {
+            "vision_config": SIGLIP | {"model_type": "clip_vision_model"},
+            "text_config": TEXT | {"model_type": "llama"},
+            "image_token_index": IMAGE,
+            "video_token_index": 94,
+            "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]],
+        },
+    ),
     # A bound so low that most images' features are resampled.
     "llava-onevision": (
         "LlavaOnevision",

@@ -165,6 +165,9 @@ class ConnectorConfig:
     """Adds a bias to the connector's linear maps."""
     newline: bool = False
     """Ends each row of patches of a tiled image with a learned token."""
+    video_pool: int = 0
+    """Adds a token for the mean of each p x p neighbouring patches, of which videos are made; the
+    default 0 makes them of the same tokens as images."""
     deepstack_levels: int = 0
     """Sets how many of the vision encoder's ``feature_layers`` get a connector of their own and are
     added in the decoder's first layers (DeepStack); the default 0 means none."""

@@ -161,6 +161,11 @@ def _own_images(config: Config, tokenizer: chat_tokenizer.ChatTokenizer) -> imag
             f"config.data.image_pixels_range={data.image_pixels_range}: this model takes "
             "images of one size, config.model.vision.image_size; leave it out"
         )
+    if config.model.connector.video_pool:
+        raise ConfigError(
+            f"config.model.connector.video_pool={config.model.connector.video_pool}: videos' "
+            "frames are images in models that start from no checkpoint; leave it out"
+        )
     count = num_visual_tokens(config.model)
     span = Span.of(tokenizer.image_id, count)
     if config.model.connector.newline:

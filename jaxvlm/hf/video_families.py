@@ -194,7 +194,7 @@ def _onevision(given: Given) -> VideoSpan:
     """Features of each frame, interpolated to about a quarter of them, and one newline."""
     vision = given.config.vision
     side = vision.image_size // vision.patch_size
-    index, weight = anyres._bilinear(
+    index, weight = anyres.bilinear(
         np.arange(side * side).reshape(side, side), (-(-side // 2), -(-side // 2))
     )
 
@@ -205,6 +205,22 @@ def _onevision(given: Given) -> VideoSpan:
         share = np.concatenate([np.tile(weight.reshape(-1, 4), (frames, 1)), np.zeros((1, 4))])
         sources = Sources(feature.astype(np.int32), share.astype(np.float32), frames, side * side)
         return Span.of(given.image_id, len(feature))._replace(sources=sources)
+
+    return lambda shown: of(len(shown.times))
+
+
+def _next_video(given: Given) -> VideoSpan:
+    """Features of each frame's pooled patches, which come after those of its patches."""
+    vision = given.config.vision
+    side = vision.image_size // vision.patch_size
+    pooled = (side // given.config.connector.video_pool) ** 2
+    per_tile = side * side + pooled
+
+    @functools.cache
+    def of(frames: int) -> Span:
+        feature = np.arange(frames)[:, None] * per_tile + side * side + np.arange(pooled)
+        sources = Sources(feature.reshape(-1, 1).astype(np.int32), None, frames, per_tile)
+        return Span.of(given.image_id, frames * pooled)._replace(sources=sources)
 
     return lambda shown: of(len(shown.times))
 
@@ -226,6 +242,7 @@ FORMS = {
     "internvl": Form("<video>", _internvl),
     "smolvlm": Form("<video>", _smolvlm),
     "llava_onevision": Form("<video>", _onevision),
+    "llava_next_video": Form("<video>", _next_video),
 }
 """``model_type`` -> the form of its videos."""
 

@@ -73,7 +73,8 @@ class Connector(nnx.Module):
             query: [B, D] question embedding, for ``relevance``.
 
         Returns:
-            [B, P / merge^2, D], or [B, budget, D].
+            [B, P / merge^2, D], or [B, budget, D], or with ``video_pool`` [B, P + P / pool^2, D]:
+            tokens of images, then of videos.
         """
         config, place, texture = self.config, None, None
         if self.relevance is not None:
@@ -84,6 +85,8 @@ class Connector(nnx.Module):
         if self.relevance is not None and texture is not None:
             x, place = self.relevance(x, texture, query)
         x = merge_patches(x, config.merge, config.pool, blocks)
+        if config.video_pool:
+            x = jnp.concatenate([x, merge_patches(x, config.video_pool, "mean")], axis=1)
         if self.norm is not None and config.norm_merged:
             x = self.norm(x)
         split = self.axes.splits_rows(x.shape[1])

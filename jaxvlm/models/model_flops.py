@@ -178,6 +178,8 @@ def _connector(config: ModelConfig, patches: float | int) -> float:
     """FLOPs of the connector for one image."""
     v, c, D = config.vision, config.connector, config.decoder.width
     tokens = patches / c.merge**2 + v.keep_class_token
+    if c.video_pool:
+        tokens += patches / c.video_pool**2
     width = v.width * max(1, len(v.feature_layers)) / (1 + c.deepstack_levels)
     merged = width * (c.merge**2 if c.pool == "concat" else 1)
     hidden = c.hidden or D

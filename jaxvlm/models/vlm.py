@@ -65,6 +65,11 @@ def check(config: ModelConfig) -> None:
         raise ConfigError(
             f"{where}.newline=True takes images of one size, and {where}.deepstack_levels=0"
         )
+    if connector.video_pool and (not connector.newline or merge > 1 or side % connector.video_pool):
+        raise ConfigError(
+            f"{where}.video_pool={connector.video_pool} has to divide the {side} x {side} patches "
+            f"of an image, and takes {where}.newline=True and {where}.merge=1"
+        )
     if vision.keep_class_token and merge > 1:
         raise ConfigError(f"{where}.merge={merge} takes patches alone, without the class token")
     if connector.relevance != RelevanceConfig():

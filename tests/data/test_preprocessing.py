@@ -78,6 +78,11 @@ CASES = {
         {"model_type": "llava_next", "vision_config": VISION, "image_grid_pinpoints": PINS},
         ("LlavaNext", DROPPED | {"patch_size": PATCH}),
     ),
+    "llava_next_video": (
+        ("LlavaNext", CLIP | {"image_grid_pinpoints": PINS}),
+        {"model_type": "llava_next_video", "vision_config": VISION, "image_grid_pinpoints": PINS},
+        ("LlavaNextVideo", DROPPED | {"patch_size": PATCH}),
+    ),
     "llava_onevision": (
         ("LlavaOnevision", TILES | {"image_grid_pinpoints": [*PINS, [72, 72]]}),
         {"model_type": "llava_onevision", "vision_config": SIGLIP}

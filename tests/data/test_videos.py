@@ -144,6 +144,8 @@ def test_the_text_of_a_video_is_that_of_transformers(kind):
     if packed:
         vision = dataclasses.replace(vision, packed=True, merge_block=2)
     connector = ConnectorConfig(merge=2 if kind in ("smolvlm", "internvl") else 1)
+    if kind == "llava_next_video":
+        connector = ConnectorConfig(newline=True, video_pool=2)
     hf_config = {"model_type": kind, "image_token_id": 10**6, "vision_config": {}}
     given = video_families.Given(
         ModelConfig(vision=vision, connector=connector), hf_config, encode, lambda *_: (8, 16)

@@ -92,6 +92,14 @@ def _internvl(count: int) -> dict[str, Any]:
     }
 
 
+def _next_video(count: int) -> dict[str, Any]:
+    return {
+        "inputs": {"pixel_values_videos": np.zeros((1, count, 3, 8, 8))},
+        "patch_size": 2,
+        "video_token": "V",
+    }
+
+
 def _onevision(count: int) -> dict[str, Any]:
     return {
         "inputs": {"pixel_values_videos": np.zeros((1, count, 3, 4, 4))},
@@ -107,6 +115,9 @@ KINDS = {
     "internvl": Kind("internvl", "InternVLVideoProcessor", "InternVLProcessor", _internvl),
     "llava_onevision": Kind(
         "llava_onevision", "LlavaOnevisionVideoProcessor", "LlavaOnevisionProcessor", _onevision
+    ),
+    "llava_next_video": Kind(
+        "llava_next_video", "LlavaNextVideoVideoProcessor", "LlavaNextVideoProcessor", _next_video
     ),
 }
 CLIPS = [
@@ -172,6 +183,14 @@ PIXELS: dict[str, tuple[str, dict[str, Any], tuple[int, int, int]]] = {
     ),
     "internvl": ("internvl", _SQUARE, (2, 62, 34)),
     "onevision": ("llava_onevision", _SQUARE, (2, 34, 62)),
+    **{
+        f"next video {width} x {height}": (
+            "llava_next_video",
+            {"size": {"shortest_edge": edge}, "crop_size": {"height": 20, "width": 20}},
+            (2, width, height),
+        )
+        for width, height, edge in ((34, 62, 20), (61, 41, 20), (41, 30, 20), (30, 24, 17))
+    },
 }
 """Name -> (kind, settings of its processor, (frames, width, height))."""
 TEXTS: list[tuple[list[int], float, int]] = [

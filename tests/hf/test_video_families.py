@@ -18,7 +18,7 @@ import vlm_cases as vlm  # noqa: E402  # after the oracle is known to be there
 VIDEO, FRAMES = 94, 3
 
 
-@pytest.mark.parametrize("name", ["internvl", "smolvlm", "llava-onevision"])
+@pytest.mark.parametrize("name", ["internvl", "smolvlm", "llava-onevision", "llava-next-video"])
 def test_a_video_is_torchs(name, shows):
     """A row with an image and a video of three frames, and one with a video alone: logits."""
     theirs, ours, params = vlm.oracle(name)
@@ -35,7 +35,7 @@ def test_a_video_is_torchs(name, shows):
     rows = [[2, (32, 14), 3, video, 6], [4, video, 7]]
     batch = vlm.make_batch(name, rows)
     inputs = vlm.torch_inputs(batch, name, rows)
-    if kind == "llava_onevision":  # it has videos apart from images, and tokens of their own
+    if kind.startswith("llava"):  # it has videos apart from images, and tokens of their own
         pixels, ids = inputs["pixel_values"], inputs["input_ids"]
         tiles = len(pixels) - 2 * FRAMES  # of the first row's image
         inputs["pixel_values"] = pixels[None, :tiles]

@@ -29,6 +29,7 @@ def result():
 def test_the_tables_are_whole_and_of_these_kernels(result):
     """Where this fails, run ``python -m benchmarks.compiled_steps`` and commit its result."""
     assert result["digest"] == lowering.digest()
+    assert result["models"] == lowering.digests(compiled_steps.MODELS)
     for table in ("attention", "steps", "jobs"):
         assert set(result[table]) == {name for t, name, _ in compiled_steps.work() if t == table}
     assert compiled_steps.tables(result) in PAGE.read_text(encoding="utf-8")

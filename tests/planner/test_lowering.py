@@ -9,7 +9,8 @@ from zoo import LLAVA
 
 from benchmarks import lowering
 from benchmarks.common import RESULTS
-from jaxvlm.config import MeshConfig, StrategyConfig
+from jaxvlm.config import MeshConfig, StrategyConfig, VisionConfig
+from jaxvlm.hf import model_zoo
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.planner.memory.step_memory import StepSetup
 from jaxvlm.planner.request import abstract_devices
@@ -31,6 +32,7 @@ def table():
 def test_the_table_is_of_these_kernels_and_families():
     """Where this fails, run ``python -m benchmarks.lowering`` and commit its result."""
     assert table()["digest"] == lowering.digest()
+    assert table()["models"] == lowering.digests(model_zoo.names())
 
 
 def test_every_step_is_lowered_without_an_array_of_all_queries_and_keys():
@@ -48,6 +50,13 @@ def test_a_digest_is_of_code_alone():
     same = '"""More."""\n\n\ndef f():  # why\n    """Other words."""\n    return 1\n'
     assert lowering._without_docs(code) == lowering._without_docs(same)
     assert lowering._without_docs(code) != lowering._without_docs(code.replace("1", "2"))
+
+
+def test_a_models_digest_is_of_what_it_sets():
+    one, other = (lowering._set_fields(VisionConfig(depth=n)) for n in (7, 8))
+    assert one == {"depth": 7} and other == {"depth": 8}
+    found = lowering.digests(model_zoo.names())
+    assert len(set(found.values())) == len(found)
 
 
 def test_kernels_and_squares_are_read_from_a_program():

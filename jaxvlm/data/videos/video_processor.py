@@ -92,6 +92,12 @@ _KINDS = {
     ),
     "internvl": _Kind("InternVLVideoProcessor", sampling.middles, _SQUARE),
     "llava_onevision": _Kind("LlavaOnevisionVideoProcessor", sampling.evenly, _SQUARE),
+    "llava_next_video": _Kind(
+        "LlavaNextVideoVideoProcessor",
+        sampling.evenly,
+        {"size": {"shortest_edge": 224}, "do_center_crop": True}
+        | {"crop_size": {"height": 224, "width": 224}},
+    ),
 }
 """``model_type`` -> its video processor, with defaults as of transformers 5."""
 _BICUBIC = 3
@@ -371,5 +377,5 @@ def _cropped(frame: np.ndarray, height: int, width: int) -> np.ndarray:
         pad = [(max(-d, 0) // 2, max(-d, 0) - max(-d, 0) // 2) for d in (down, right)]
         frame = np.pad(frame, (*pad, (0, 0)))
         down, right = frame.shape[0] - height, frame.shape[1] - width
-    top, left = round(down / 2), round(right / 2)
+    top, left = down // 2, right // 2
     return frame[top : top + height, left : left + width]

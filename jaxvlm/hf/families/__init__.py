@@ -77,6 +77,7 @@ ChooseFamily = Callable[[Mapping[str, Any], str], Any]
 FAMILIES: dict[str, Any] = {
     "llava": llava,
     "llava_next": llava_next,
+    "llava_next_video": llava_next,
     "llava_onevision": llava_next,
     "paligemma": paligemma,
     "gemma3": gemma3,

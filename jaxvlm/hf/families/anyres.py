@@ -39,9 +39,9 @@ def unpadded(
     return (0, rows), (pad, columns - pad)
 
 
-def whole(image_id: int, side: int) -> Span:
+def whole(image_id: int, side: int, pooled: int = 0) -> Span:
     """Return the span of an image of one tile, with a newline at its end."""
-    return span(image_id, side, (0, 0), (0, 0), (0, 0))
+    return span(image_id, side, (0, 0), (0, 0), (0, 0), pooled=pooled)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -52,6 +52,7 @@ def span(
     rows: tuple[int, int],
     columns: tuple[int, int],
     most: int = 0,
+    pooled: int = 0,
 ) -> Span:
     """Return the span of an image: features of the downscaled image, then of its tiles by rows.
 
@@ -62,40 +63,41 @@ def span(
         rows: (first, last + 1) row of features that is not padding.
         columns: (first, last + 1) column of features that is not padding.
         most: approximate maximum of features, in tiles; more are interpolated to fewer. 0: none.
+        pooled: features of a tile after those of its patches, which images have no use for.
     """
-    whole = np.arange(side * side)[:, None]
+    whole, per_tile = np.arange(side * side)[:, None], side * side + pooled
     if tiles == (0, 0):
-        return _with_sources(image_id, side, 1, np.concatenate([whole, [[NEWLINE]]]))
+        return _with_sources(image_id, per_tile, 1, np.concatenate([whole, [[NEWLINE]]]))
     y, x = np.mgrid[rows[0] : rows[1], columns[0] : columns[1]]
     tile = 1 + y // side * tiles[1] + x // side
-    grid = tile * side**2 + y % side * side + x % side
+    grid = tile * per_tile + y % side * side + x % side
     ratio = math.sqrt(grid.size / (most * side**2)) if most else 0.0
     if ratio > 1.1:
         size = int(grid.shape[0] // ratio), int(grid.shape[1] // ratio)
-        index, weight = _bilinear(grid, size)
+        index, weight = bilinear(grid, size)
     else:
         index, weight = grid[..., None], None
     count = 1 + math.prod(tiles)
     end = np.full((len(index), 1, index.shape[2]), NEWLINE)
     index = np.concatenate([index, end], axis=1).reshape(-1, index.shape[2])
     if weight is None:
-        return _with_sources(image_id, side, count, np.concatenate([whole, index]))
+        return _with_sources(image_id, per_tile, count, np.concatenate([whole, index]))
     weight = np.pad(weight, ((0, 0), (0, 1), (0, 0))).reshape(index.shape)
     first = np.pad(np.ones_like(whole, np.float32), ((0, 0), (0, 3)))
     index = np.concatenate([np.repeat(whole, 4, axis=1), index])
-    return _with_sources(image_id, side, count, index, np.concatenate([first, weight]))
+    return _with_sources(image_id, per_tile, count, index, np.concatenate([first, weight]))
 
 
 def _with_sources(
-    image_id: int, side: int, tiles: int, feature: np.ndarray, weight: np.ndarray | None = None
+    image_id: int, per_tile: int, tiles: int, feature: np.ndarray, weight: np.ndarray | None = None
 ) -> Span:
     """Return a span in which every token is a feature or a newline."""
     share = None if weight is None else weight.astype(np.float32)
-    sources = Sources(feature.astype(np.int32), share, tiles, side * side)
+    sources = Sources(feature.astype(np.int32), share, tiles, per_tile)
     return Span.of(image_id, len(feature))._replace(sources=sources)
 
 
-def _bilinear(grid: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+def bilinear(grid: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Compute ``F.interpolate(mode="bilinear", align_corners=False)`` of a grid of features.
 
     Args:

@@ -1,11 +1,12 @@
-"""LLaVA-NeXT and LLaVA-OneVision (arXiv 2408.03326): Hugging Face config and tensor names.
+"""LLaVA-NeXT, LLaVA-NeXT-Video and LLaVA-OneVision (arXiv 2408.03326): config and tensor names.
 
 CLIP or SigLIP, an MLP with one hidden layer, any decoder; images are cut into tiles, see
-``anyres.py``.
+``anyres.py``. Videos have tokens of their own: see ``video_families.py``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,9 +33,14 @@ _ONEVISION = ConfigFields(
         "vision_aspect_ratio": "anyres_max_9",
     },
     {**_NEXT.only, "model_type": ("llava_onevision",)},
-    # Records with videos are refused when data is read.
     METADATA | {"video_token_id", "video_token_index"},
 )
+_VIDEO = ConfigFields(
+    {**_NEXT.reads, "spatial_pool_stride": 2},
+    {**_NEXT.only, "model_type": ("llava_next_video",), "spatial_pool_mode": ("average",)},
+    METADATA | {"vocab_size", "video_token_id", "video_token_index", "video_seq_length"},
+)
+_FIELDS = {"llava_next": _NEXT, "llava_next_video": _VIDEO, "llava_onevision": _ONEVISION}
 _SIGLIP = {
     "model_type": "siglip_vision_model",
     "hidden_size": 1152,
@@ -49,7 +55,7 @@ _SIGLIP = {
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """Read a LLaVA-NeXT or -OneVision model's settings from ``config.json``; the dtype is float32.
+    """Read a model's settings from ``config.json``; the dtype is float32.
 
     Args:
         hf_config: the file's content.
@@ -57,20 +63,23 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ConfigError: an unknown field, or a value that this family does not support.
     """
-    onevision = hf_config.get("model_type") == "llava_onevision"
-    top = read(hf_config, _ONEVISION if onevision else _NEXT, "config.json: ")
+    kind = str(hf_config.get("model_type"))
+    onevision = kind == "llava_onevision"
+    top = read(hf_config, _FIELDS.get(kind, _NEXT), "config.json: ")
     config = llava.model(
         top,
         _SIGLIP if onevision else llava.NO_VISION,
         "qwen2" if onevision else "llama",
         newline=True,
-        text_ties=onevision,
+        text_ties=kind != "llava_next",
     )
     if config.vision.keep_class_token:
         raise ConfigError(
             "config.json: vision_feature_select_strategy='full' keeps a class token in every "
             "tile, which has no place in their grid; only 'default' is supported"
         )
+    if kind == "llava_next_video":
+        config = _with_video_tokens(config, top["spatial_pool_stride"])
     _max_tiles(hf_config)
     for height, width in top["image_grid_pinpoints"] or ():
         if height % config.vision.image_size or width % config.vision.image_size:
@@ -94,15 +103,28 @@ def span(
     """Return spans of the downscaled image, then rows of tiles' features, each with a newline."""
     side = config.vision.image_size // config.vision.patch_size
     image_id, most = image_token_id(hf_config), _max_tiles(hf_config)
+    pooled = (side // config.connector.video_pool) ** 2 if config.connector.video_pool else 0
 
     def of_size(width: int, height: int) -> Span:
         rows, columns = grid(width, height)
         if not rows:
-            return anyres.whole(image_id, side)
+            return anyres.whole(image_id, side, pooled)
         part = anyres.unpadded(width, height, rows * side, columns * side)
-        return anyres.span(image_id, side, (rows, columns), *part, most)
+        return anyres.span(image_id, side, (rows, columns), *part, most, pooled)
 
     return of_size
+
+
+def _with_video_tokens(config: ModelConfig, stride: int) -> ModelConfig:
+    """Add tokens of ``stride`` x ``stride`` patches; raises ConfigError."""
+    side = config.vision.image_size // config.vision.patch_size
+    if stride < 1 or side % stride:
+        raise ConfigError(
+            f"config.json: spatial_pool_stride={stride} does not divide the {side} x {side} "
+            "patches of a frame"
+        )
+    connector = dataclasses.replace(config.connector, video_pool=stride)
+    return dataclasses.replace(config, connector=connector)
 
 
 def _max_tiles(hf_config: Mapping[str, Any]) -> int:
