@@ -50,8 +50,8 @@ def ours(folder: pathlib.Path, paths: list[str], batch_size: int) -> Callable[[]
 
     from jaxvlm.config import Config, DataConfig
     from jaxvlm.data.conversations import tokenize
-    from jaxvlm.data.conversations.content import read_records
     from jaxvlm.data.conversations.dataset import load_dataset
+    from jaxvlm.data.sources import conversation_formats
     from jaxvlm.hf.run_processor import make_tokenizer
 
     turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "noise"}]
@@ -67,7 +67,7 @@ def ours(folder: pathlib.Path, paths: list[str], batch_size: int) -> Callable[[]
         image_cache_mb=0,
         workers=1,
     )
-    read = read_records(config, str(file))
+    read = conversation_formats.read(str(file), config)
     tokenizer = make_tokenizer(Config(), None, lambda: tokenize.texts(read[0]))
     dataset = load_dataset(config, tokenizer, image_size=SIZE, num_patches=16, read=read)
     rows = np.arange(batch_size)

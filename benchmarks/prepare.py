@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxvlm.config import Config, DataConfig
 from jaxvlm.data.conversations import tokenize
-from jaxvlm.data.conversations.content import read_records
 from jaxvlm.data.conversations.dataset import Dataset, load_dataset
+from jaxvlm.data.sources import conversation_formats
 from jaxvlm.hf.families import clip
 from jaxvlm.hf.run_processor import make_tokenizer
 from jaxvlm.types import Batch
@@ -97,7 +97,7 @@ def mix(folder: pathlib.Path, dims: str, steps: int = 4) -> tuple[dict, dict[str
     """``steps`` packed batches with and without sharing, and the first's records for torch."""
     rows, length, patches = 16, 144, 16
     base = Config()
-    read = read_records(DataConfig(), "easy-vqa:train")
+    read = conversation_formats.read("easy-vqa:train", DataConfig())
     tokenizer = make_tokenizer(base, None, lambda: tokenize.texts(read[0]))
     vocab = -(-tokenizer.vocab_size // 64) * 64
     counts = {}

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import pathlib
 from typing import Any
 
 from absl import flags
 
 from jaxvlm.cli.common import define_flags, define_recipe
 
-SUMMARY = "Check a data file: list the records that training would refuse, by reason; or pack it."
+SUMMARY = (
+    "Check a data file: list the records that training would refuse, by reason; or pack it; or "
+    "fetch what its URLs name."
+)
 USAGE = (
     "check [FILE] [--config=RECIPE[:arg] | --max_length=N --image_size=N ...]\n"
     "       jaxvlm data pack [FILE] --config=RECIPE[:arg] --output=FOLDER\n"
-    "       jaxvlm data verify FOLDER"
+    "       jaxvlm data verify FOLDER\n"
+    "       jaxvlm data fetch [FILE] [--config=RECIPE[:arg]] --output=FOLDER --hosts=HOST,…"
 )
 _FLAGS = {
     "tokenizer": "The folder of the tokenizer; by default a word tokenizer is built from the file.",
@@ -28,8 +34,15 @@ _FLAGS = {
     "qualities of one image). For conversations; needs pip install 'jaxvlm[check]'. The default -1 "
     "looks for none.",
     "output": "For `pack`: the folder, or the gs:// or s3:// URL, that the set is written to; "
-    "config.data.train then names it.",
+    "config.data.train then names it. A mixture's sources are in folders of their names there. For "
+    "`fetch`: the folder that keeps the files; config.data.fetched then names it.",
     "shard_mb": "For `pack`: the size of a tar file of images, about, in MiB.",
+    "hosts": "For `fetch`: the hosts that may be asked for images and videos, comma-separated; "
+    "*.example.com are those below one, and * all that have public addresses. Without it they are "
+    "listed.",
+    "max_mb": "For `fetch`: the largest size of a file, in MiB.",
+    "timeout_s": "For `fetch`: the seconds without an answer after which a request has failed.",
+    "requests": "For `fetch`: the number of requests at a time.",
     "plot": "A PNG file to draw tokens, images and sizes to; needs pip install 'jaxvlm[check]'.",
 }
 
@@ -52,6 +65,10 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         max_images=8,
         look_alikes=-1,
         shard_mb=256,
+        hosts=[],
+        max_mb=32,
+        timeout_s=30,
+        requests=16,
     )
 
 
@@ -65,10 +82,15 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         return _pack(values, *args[1:])
     if len(args) == 2 and args[0] == "verify":
         return _verify(args[1])
+    if args[:1] == ["fetch"] and len(args) <= 2:
+        from jaxvlm.cli import data_fetch
+
+        return data_fetch.run(values, *args[1:])
     if len(args) != 2 or args[0] != "check":
         raise ConfigError(
             "usage: jaxvlm data check FILE [--config=RECIPE] (without FILE the recipe has a "
-            "mixture), data pack [FILE] --config=RECIPE --output=FOLDER, or data verify FOLDER"
+            "mixture), data pack [FILE] --config=RECIPE --output=FOLDER, data verify FOLDER, or "
+            "data fetch [FILE] --output=FOLDER --hosts=HOST,…"
         )
     _check_flags(values)
     report = _checked(values, args[1])
@@ -100,8 +122,8 @@ def _checked(values: flags.FlagValues, spec: str) -> Any:
     """Validate a file: as pairs if the recipe trains embeddings, else as conversations."""
     from jaxvlm.config import Config, ConfigError, formats_of, from_config_dict, refuse_unread_by
     from jaxvlm.data import validate
-    from jaxvlm.data.conversations.content import read_records
     from jaxvlm.data.conversations.mixture_records import of_source
+    from jaxvlm.data.sources import conversation_formats
     from jaxvlm.losses.registry import trains_embeddings
     from jaxvlm.trainer import embedding_run
 
@@ -120,31 +142,32 @@ def _checked(values: flags.FlagValues, spec: str) -> Any:
     source = next(same, None)
     data = of_source(config.data, source) if source else config.data
     config = dataclasses.replace(config, data=dataclasses.replace(data, mixture={}))
-    read = read_records(config.data, spec)
-    how = _of_recipe(config, read) | {"look_alikes": values.look_alikes, "given": read}
-    return validate.validate(spec, **how)
+    read = conversation_formats.read(spec, config.data)
+    how, _ = _of_recipe(config, read[0])
+    return validate.validate(spec, look_alikes=values.look_alikes, given=read, **how)
 
 
 def _mixture(values: flags.FlagValues) -> dict[str, Any]:
     """Check each source of a recipe's mixture."""
     from jaxvlm.config import from_config_dict
     from jaxvlm.data import validate
-    from jaxvlm.data.conversations.content import read_records
+    from jaxvlm.data.conversations import mixture_records
     from jaxvlm.trainer.checks import check_data
 
     config = from_config_dict(values.config)
     check_data(config)
     _check_flags(values)
-    read = read_records(config.data, "")
-    how = _of_recipe(config, read) | {"look_alikes": values.look_alikes}
-    mask = config.model.decoder.visual_mask
+    read = mixture_records.read(config.data)
+    records = [record for own, _ in read.values() for record in own]
+    how, of_model = _of_recipe(config, records)
+    how["look_alikes"] = values.look_alikes
     reports, shares, can_run = validate.validate_mixture(
-        how.pop("config"), config.seed, mask, read, **how
+        how.pop("config"), config.seed, read, of_model, **how
     )
     for line in (*(line for report in reports for line in report.lines()), *shares):
         print(line)
     _draw(values, reports)
-    found = {name: x.to_dict() for name, x in zip(config.data.mixture, reports, strict=True)}
+    found = {name: x.to_dict() for name, x in zip(read, reports, strict=True)}
     failed = any(report.problems for report in reports) or not can_run
     return {"sources": found, "shares": shares, "exit_code": 1 if failed else 0}
 
@@ -152,8 +175,8 @@ def _mixture(values: flags.FlagValues) -> dict[str, Any]:
 def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
     """Pack the training data of a recipe, or a file as if the recipe named it."""
     from jaxvlm.config import ConfigError, from_config_dict
-    from jaxvlm.data.conversations import packed_files, packed_set
-    from jaxvlm.data.conversations.content import is_remote
+    from jaxvlm.data.conversations import packed_files
+    from jaxvlm.data.conversations.content import is_packed, is_remote
     from jaxvlm.stores.object_store import check_scheme
     from jaxvlm.trainer import checks, inputs
 
@@ -171,32 +194,51 @@ def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
     if spec:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, train=spec))
     checks.check_packable(config)
-    with packed_files.new_folder(values.output) as folder:
+    names = [name for name, x in config.data.mixture.items() if not is_packed(x.train, config.data)]
+    outputs = {name: f"{values.output.rstrip('/')}/{name}" for name in names}
+    outputs = outputs or {"": values.output}
+    with contextlib.ExitStack() as stack:
+        folders = {
+            name: stack.enter_context(packed_files.new_folder(output))
+            for name, output in outputs.items()
+        }
         prepared = inputs.prepare_conversations(config, None)
-        dataset, size = prepared.dataset, values.shard_mb * 2**20
-        reasons: dict[str, list[str]] = {}
-        for problem in dataset.problems:
-            reasons.setdefault(problem.reason, []).append(problem.id)
-        for reason, ids in reasons.items():
-            more = ", ..." if len(ids) > 3 else ""
-            print(f"left out: {len(ids):,}  {reason}: {', '.join(ids[:3])}{more}")
-        made = packed_set.made_for(
-            dataset.config, dataset.settings, prepared.tokenizer, dataset.facts.has_videos
+        whole = prepared.dataset.content
+        contents = dict(zip(config.data.mixture, whole.sources)) or {"": whole}
+        reports = {
+            name: _write_set(folder, contents[name], prepared, values.shard_mb * 2**20)
+            for name, folder in folders.items()
+        }
+    for name, report in reports.items():
+        print(
+            f"{outputs[name]}: {report['records']:,} records, {report['images']:,} images, "
+            f"{report['sequences']:,} packed sequences, {report['bytes'] / 2**20:,.1f} MiB; "
+            f"{report['left_out']:,} records are left out"
         )
-        index = packed_set.write(
-            folder, dataset.content, made, prepared.tokenizer, dataset.config, size
-        )
+    for name, output in outputs.items() if names else ():
+        print(f"--config.data.mixture.{name}.train={output}")
+    return {"sources": reports} if names else reports[""]
+
+
+def _write_set(folder: pathlib.Path, content: Any, prepared: Any, size: int) -> dict[str, Any]:
+    """Write a packed set, and return what there is in it, and what is left out."""
+    from jaxvlm.data.conversations import packed_set
+
+    problems = [problem for part in content.parts for problem in part.problems]
+    reasons: dict[str, list[str]] = {}
+    for problem in problems:
+        reasons.setdefault(problem.reason, []).append(problem.id)
+    for reason, ids in reasons.items():
+        more = ", ..." if len(ids) > 3 else ""
+        print(f"left out: {len(ids):,}  {reason}: {', '.join(ids[:3])}{more}")
+    config, settings = prepared.dataset.config, prepared.dataset.settings
+    made = packed_set.made_for(config, settings, prepared.tokenizer, content.facts.has_videos)
+    index = packed_set.write(folder, content, made, prepared.tokenizer, config, size)
     report: dict[str, Any] = {
         name: index[name] for name in ("records", "images", "sequences", "tokens")
     }
-    report["left_out"] = len(dataset.problems)
-    report["problems"] = reasons
+    report |= {"left_out": len(problems), "problems": reasons}
     report["bytes"] = sum(size for size, _ in index["files"].values())
-    print(
-        f"{values.output}: {report['records']:,} records, {report['images']:,} images, "
-        f"{report['sequences']:,} packed sequences, {report['bytes'] / 2**20:,.1f} MiB; "
-        f"{report['left_out']:,} records are left out"
-    )
     return report
 
 
@@ -235,8 +277,9 @@ def _of_flags(values: flags.FlagValues) -> dict[str, Any]:
     }
 
 
-def _of_recipe(config: Any, read: Any) -> dict[str, Any]:
-    """Arguments of ``validate`` as in a run of the recipe on the records that were read."""
+def _of_recipe(config: Any, records: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of ``validate`` as in a run of the recipe on the records that were read, and what
+    else the data depend on."""
     from jaxvlm.data.conversations import tokenize
     from jaxvlm.hf import pretrained
     from jaxvlm.hf.run_processor import image_format_of, make_tokenizer
@@ -244,12 +287,13 @@ def _of_recipe(config: Any, read: Any) -> dict[str, Any]:
     source = pretrained.find_for(config.model)
     if source is not None:
         config = pretrained.with_source(config, source)
-    chat_tokenizer = make_tokenizer(config, None, lambda: tokenize.texts(read[0]), source)
+    chat_tokenizer = make_tokenizer(config, None, lambda: tokenize.texts(records), source)
     images = image_format_of(config, source, chat_tokenizer)
-    return {
+    how = {
         "config": config.data,
         "chat_tokenizer": chat_tokenizer,
         "prepare": images.prepare,
         "patching": images.patching,
         "num_patches": images.of_file,
     }
+    return how, {"image_size": images.size, "visual_mask": config.model.decoder.visual_mask}

@@ -114,6 +114,9 @@ class DataConfig:
     image_root: str = ""
     """Names the folder that image paths are relative to; the default "" means the data file's own
     folder."""
+    fetched: str = ""
+    """Names the folder in which `jaxvlm data fetch` has kept the images and videos that records
+    name by http:// and https:// URLs; with the default "" such records are bad records."""
     column_mapping: tuple[tuple[str, str], ...] = ()
     """Lists pairs of a column's name in the file and the name of the field that it is read as, e.g.
     (('prompt', 'question'), ('label', 'answer')); the default () renames none."""

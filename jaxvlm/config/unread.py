@@ -79,7 +79,9 @@ def _reads_final_norm(vision: VisionConfig) -> bool:
     return vision.post_norm and -1 in (vision.feature_layers or (vision.feature_layer,))
 
 
-_FIELDS = frozenset(["image_root", "ignored_fields", "literal_markers", "column_mapping"])
+_FIELDS = frozenset(
+    ["image_root", "fetched", "ignored_fields", "literal_markers", "column_mapping"]
+)
 READ_BY: dict[str, frozenset[str]] = {
     ".json": _FIELDS,
     ".jsonl": _FIELDS,
@@ -94,7 +96,7 @@ READ_BY: dict[str, frozenset[str]] = {
     # What a format of the user's own gives: a Record or an Example has no other fields, and an
     # Example has its images' whole paths.
     "dict": _FIELDS,
-    "Record": frozenset(["image_root", "literal_markers"]),
+    "Record": frozenset(["image_root", "fetched", "literal_markers"]),
     "Example": frozenset(),
 }
 """Format of data -> the settings of ``data`` that say how it is read, as far as it takes them."""
@@ -197,8 +199,11 @@ RULES: dict[type, tuple[Rule, ...]] = {
         ("buckets", "packing=False", lambda c: not c.packing),
         (
             "download_dir download_gb",
-            "a packed set at a URL in config.data.train",
-            lambda c: "://" in c.train and not c.train.startswith("file://"),
+            "a packed set at a URL in config.data.train, or in a mixture",
+            lambda c: any(
+                "://" in spec and not spec.startswith("file://")
+                for spec in (c.train, *(source.train for source in c.mixture.values()))
+            ),
         ),
         (
             "mixture_temperature",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxvlm.config import DataConfig
@@ -120,55 +120,37 @@ def numbers(config: DataConfig) -> Callable[[str], int]:
     return lambda identifier: of[identifier.partition("/")[0]] if of else 0
 
 
-def sources(config: DataConfig, ids: Iterable[str]) -> list[int]:
-    """Index of each record's source, by their ids; 0 where the data are no mixture."""
-    return list(map(numbers(config), ids))
-
-
-def check_command(name: str, config: DataConfig) -> str:
-    """The command that lists what is refused of some data."""
-    return f"jaxvlm data check {'' if config.mixture else f'{name} '}--config=RECIPE"
-
-
 def enforce_limits(
     name: str,
     config: DataConfig,
-    records: Sequence[str],
+    records: int,
     unread: Sequence[Problem],
     bad: Sequence[Problem],
     too_long: Sequence[Problem],
-) -> list[Part]:
+) -> Part:
     """Stop the run if too many records of the data, or of one source of a mixture, are skipped.
 
     Args:
         name: of the data, for messages.
         config: data settings.
-        records: ids of all records that were read.
+        records: number of records that were read.
         unread: items that are no record.
         bad: records that ``data.on_bad_record`` is about.
         too_long: records that ``data.on_too_long`` is about.
 
     Returns:
-        The data's parts, with all problems: one for each source, or one alone.
+        The data, with all problems.
 
     Raises:
         DataError: one line with the count, the share and the first reasons.
     """
-    number, check = numbers(config), check_command(name, config)
-    names = [f"{MIXTURE}.{x}: {source.train}" for x, source in config.mixture.items()] or [name]
-    ids = [*records, *(x.id for x in unread)]
-    parts = []
-    for i, what in enumerate(names):
-        total = sum(number(x) == i for x in ids)
-        refused, long = (
-            [x for x in problems if number(x.id) == i] for problems in ((*unread, *bad), too_long)
-        )
-        limit = config.max_skip_fraction
-        enforce(refused, total, config.on_bad_record, limit, what, check)
-        enforce(long, total, config.on_too_long, 1.0, what, check)
-        enforce(refused + long, total, "skip", limit, what, check)
-        parts.append(Part(what, total, refused + long, check))
-    return parts
+    file = "" if name.startswith(MIXTURE) else f"{name} "
+    check, refused = f"jaxvlm data check {file}--config=RECIPE", [*unread, *bad]
+    total, limit = records + len(unread), config.max_skip_fraction
+    enforce(refused, total, config.on_bad_record, limit, name, check)
+    enforce(list(too_long), total, config.on_too_long, 1.0, name, check)
+    enforce([*refused, *too_long], total, "skip", limit, name, check)
+    return Part(name, total, [*refused, *too_long], check)
 
 
 class SkippedRecords:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data.conversations import mixture_records, packing, tokenize
+from jaxvlm.data.conversations import mixture_records, packed_set, tokenize
 from jaxvlm.data.conversations.content import ModelInputs, select, validate_settings
 from jaxvlm.data.conversations.mixture import MixtureOrder
-from jaxvlm.data.errors import DataError, ImageError, Problem, numbers
+from jaxvlm.data.errors import DataError, ImageError, Problem
 from jaxvlm.data.image_inputs import ImageCache, ImageInputs
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
@@ -217,39 +217,45 @@ def _histogram(values: np.ndarray) -> tuple[list[float], list[int]]:
 
 
 def validate_mixture(
-    config: DataConfig, seed: int, visual_mask: str, read: Any, **how: Any
+    config: DataConfig, seed: int, read: Any, of_model: Mapping[str, Any], **how: Any
 ) -> tuple[list[ValidationReport], list[str], bool]:
     """Validate each source of ``config.mixture``, and say what an epoch reads of it.
 
     Args:
         config: data settings.
         seed: of the run.
-        visual_mask: of the run's model.
-        read: all records and problems, see :func:`mixture_records.read`.
+        read: result of :func:`mixture_records.read`.
+        of_model: ``image_size`` and ``visual_mask`` of the run's model.
         how: arguments of :func:`validate`; a tokenizer is one.
 
     Returns:
-        A report for each source; lines about their shares, or why no run can mix them; and whether
-        one can.
+        A report for each source that is not packed; lines about their shares, or why no run can mix
+        them; and whether one can.
 
     Raises:
         DataError: a source as a whole can't be used.
     """
-    number, reports = numbers(config), []
-    for i, (name, source) in enumerate(config.mixture.items()):
-        own = [x for x in read[0] if number(x.id) == i], [x for x in read[1] if number(x.id) == i]
+    reports, lines, pieces = [], [], []
+    given = {name: how[name] for name in ("prepare", "num_patches", "patching")}
+    inputs = ModelInputs(seed=seed, **given, **of_model)
+    for name, source in config.mixture.items():
         settings = mixture_records.of_source(config, source)
-        report = validate(source.train, settings, **how, given=own)
+        if name not in read:
+            settings = mixture_records.packed_source(config, source)
+            packed = packed_set.open_set(source.train, settings, how["chat_tokenizer"], inputs)
+            lines.append(f"{name}: {source.train}: {len(packed.records):,} records, packed")
+            pieces.append((packed.pieces, packed.sequences))
+            continue
+        report = validate(source.train, settings, **how, given=read[name])
         reports.append(dataclasses.replace(report, name=f"{name}: {source.train}"))
-    records = tokenize.split_turns(read[0], config.loss_turns)
-    inputs = ModelInputs(0, how["prepare"], how["num_patches"], seed, visual_mask, how["patching"])
-    corpus, pieces, _, _ = select(records, config, how["chat_tokenizer"], inputs)
-    origin = packing.of_pieces(pieces, tokenize.source_of_records(config, records, corpus))
+        records = tokenize.split_turns(read[name][0], config.loss_turns)
+        chosen = select(records, settings, how["chat_tokenizer"], inputs)
+        pieces.append((chosen.pieces, None))
     try:
-        order = MixtureOrder(pieces, config, seed, origin)
+        order = MixtureOrder(pieces, config, seed)
     except DataError as error:
-        return reports, [str(error)], False
-    return reports, order.lines(order.steps_per_epoch), True
+        return reports, [*lines, str(error)], False
+    return reports, [*lines, *order.lines(order.steps_per_epoch)], True
 
 
 def _repeats(records: Sequence[conversation_formats.Record]) -> dict[str, list[str]]:

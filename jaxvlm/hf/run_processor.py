@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from jaxvlm.checkpoint import run_folder, run_record
 from jaxvlm.config import Config, ConfigError, ModelConfig, TokenizerConfig
 from jaxvlm.data.conversations import packed_files
-from jaxvlm.data.conversations.content import PACKED_TOKENIZER, is_packed
+from jaxvlm.data.conversations.content import PACKED_TOKENIZER, packed_data
 from jaxvlm.data.images import image_files
 from jaxvlm.data.tokenizer import chat_tokenizer
 from jaxvlm.hf import pretrained
@@ -33,7 +33,7 @@ def make_tokenizer(
     """Load the run's tokenizer, or train one.
 
     The first that there is of: the run's own (:func:`has_own_tokenizer`),
-    ``config.tokenizer.path``, its checkpoint's, ``config.init_from``'s, that of a packed set, one
+    ``config.tokenizer.path``, its checkpoint's, ``config.init_from``'s, that of packed data, one
     trained on ``texts``.
 
     Args:
@@ -82,11 +82,10 @@ def tokenizer_folder(
         folder = source.files
     elif config.init_from:  # its weights belong to its tokens
         folder = run_folder.local_to_read(config.init_from, "config.init_from") / "tokenizer"
-    elif is_packed(config.data.train, config.data):
-        found = packed_files.opened(config.data.train, config.data)
-        folder = found.folder / PACKED_TOKENIZER
-    packed = is_packed(config.data.train, config.data)  # its recipe made the tokenizer
-    for name in ("kind", "vocab_size") if folder and not packed else ():
+    elif packed := packed_data(config.data):
+        folder = packed_files.opened(packed[0], config.data).folder / PACKED_TOKENIZER
+    made = bool(packed_data(config.data))  # by the recipe of the packed data
+    for name in ("kind", "vocab_size") if folder and not made else ():
         if (value := getattr(config.tokenizer, name)) != getattr(TokenizerConfig(), name):
             _log.info("config.tokenizer.%s=%r is not read: %s has a tokenizer", name, value, folder)
     return folder

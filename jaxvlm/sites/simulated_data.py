@@ -13,8 +13,7 @@ from typing import Any
 from jaxvlm.checkpoint import run_record
 from jaxvlm.config import Config, ConfigError, Extension, TokenizerConfig, json_text
 from jaxvlm.data.conversations import tokenize
-from jaxvlm.data.conversations.content import read_records
-from jaxvlm.data.sources import pair_formats
+from jaxvlm.data.sources import conversation_formats, pair_formats
 from jaxvlm.hf.run_processor import make_tokenizer
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.sites import partition
@@ -88,7 +87,7 @@ class SimulatedData:
                 "data of a format of your own are divided into files of another, in which "
                 "config.data.eval is not; give each site its file, --site_data=FILE,…"
             )
-        records = read_records(config.data, config.data.train)[0]
+        records = conversation_formats.read(config.data.train, config.data)[0]
         divided = partition.partition(records, len(names), alpha, config.seed)
         contents = [partition.json_lines([records[i] for i in part]) for part in divided]
         settings = {
@@ -172,7 +171,7 @@ def _texts(config: Config, files: Sequence[str]) -> Iterator[str]:
         if trains_embeddings(config):
             yield from embedding_run.texts(pair_formats.read(file, config.data)[0])
         else:
-            yield from tokenize.texts(read_records(config.data, file)[0])
+            yield from tokenize.texts(conversation_formats.read(file, config.data)[0])
 
 
 def _quiet(config: Config) -> Config:

@@ -21,7 +21,7 @@ from jaxvlm.config import (
     refuse_unread_by,
 )
 from jaxvlm.data.conversations import packing
-from jaxvlm.data.conversations.content import is_packed, is_remote
+from jaxvlm.data.conversations.content import is_packed, is_remote, packed_data
 from jaxvlm.data.conversations.mixture_records import SOURCE_SETTINGS
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
@@ -94,12 +94,10 @@ def check_packable(config: Config) -> None:
             f"data pack is for conversations, and {loss_setting(config)} trains on pairs, which "
             "are read as they are"
         )
-    if config.data.mixture:
-        raise ConfigError(
-            "config.data.mixture can't be packed: pack one file, and mix files as they are"
-        )
-    if is_packed(config.data.train, config.data):
-        raise ConfigError(f"config.data.train={config.data.train!r} is packed already")
+    packed, mixture = packed_data(config.data), config.data.mixture
+    if packed and len(packed) >= len(mixture):
+        what = "config.data.mixture" if mixture else f"config.data.train={packed[0]!r}"
+        raise ConfigError(f"{what} is packed already")
 
 
 def check_data(config: Config) -> None:
@@ -132,21 +130,24 @@ def check_data(config: Config) -> None:
     if mixture:
         refuse_unread(data, "config.data")
     files = {"config.data.eval": data.eval}
-    files |= {f"config.data.mixture.{name}.train": x.train for name, x in mixture.items()}
     if trains_embeddings(config):
         files["config.data.train"] = data.train
     for name, spec in files.items():
         if is_packed(spec, data):
             what = "is at a URL, as only packed sets are" if is_remote(spec) else "is packed"
             raise ConfigError(
-                f"{name}={spec!r} {what}, which only config.data.train of a run that trains tokens "
-                "can be; name a file of records on this machine"
+                f"{name}={spec!r} {what}, which only training data of a run that trains tokens can "
+                "be; name a file of records on this machine"
             )
     specs = [data.train, data.eval, *(source.train for source in mixture.values())]
     refuse_unread_by(data, formats_of(data, *specs))
     groups: dict[str, Any] = {"config.data": data}
     for name, source in mixture.items():
         groups[f"config.data.mixture.{name}"] = source
+        if is_packed(source.train, data):
+            unread, why = (*SOURCE_SETTINGS, "max_records"), f"by {source.train}, which is packed"
+            refuse_changed(source, unread, f"config.data.mixture.{name}", why)
+            continue
         kinds = formats_of(data, source.train)
         refuse_unread_by(source, kinds, SOURCE_SETTINGS, f"config.data.mixture.{name}")
     for path, group in groups.items():

@@ -13,10 +13,12 @@ import jax
 from jaxvlm.cache import settings
 from jaxvlm.cache.host_cache import HostCache
 from jaxvlm.config import CacheConfig, Config, ConfigError, Extension
-from jaxvlm.data.conversations import tokenize
-from jaxvlm.data.conversations.content import is_packed, read_records
+from jaxvlm.data.conversations import mixture_records, tokenize
+from jaxvlm.data.conversations.content import is_packed
 from jaxvlm.data.conversations.dataset import make_dataset
 from jaxvlm.data.prefetch import TrainBatches
+from jaxvlm.data.sources import conversation_formats
+from jaxvlm.data.sources.conversation_formats import Record
 from jaxvlm.hf import peft_folder, pretrained
 from jaxvlm.hf.families import sentences
 from jaxvlm.hf.run_processor import image_format_of, make_tokenizer, with_vocab
@@ -60,10 +62,9 @@ def prepare_conversations(given: Config, workdir: pathlib.Path | None) -> Prepar
         given = pretrained.with_source(given, source)
     if source is not None or given.model.lora.checkpoint:
         given = peft_folder.with_adapter(given, source, workdir)
-    packed = is_packed(given.data.train, given.data)
-    read = None if packed else read_records(given.data, given.data.train)
+    read, records = _read(given)
     saved = workdir / "tokenizer" if workdir else None
-    made = make_tokenizer(given, saved, lambda: tokenize.texts(read[0] if read else ()), source)
+    made = make_tokenizer(given, saved, lambda: tokenize.texts(records), source)
     if source is not None:
         pretrained.check_tokens(source, made)
     images = image_format_of(given, source, made)
@@ -73,6 +74,18 @@ def prepare_conversations(given: Config, workdir: pathlib.Path | None) -> Prepar
     check_questions(config)
     dataset = make_dataset(config, given.data.train, made, images, read)
     return Prepared(config, source, made, images, dataset)
+
+
+def _read(config: Config) -> tuple[Any, list[Record]]:
+    """What is read of the training data, for :func:`make_dataset`, and all their records."""
+    data = config.data
+    if not data.train:
+        sources = mixture_records.read(data)
+        return sources, [record for records, _ in sources.values() for record in records]
+    if is_packed(data.train, data):
+        return None, []
+    read = conversation_formats.read(data.train, data)
+    return read, read[0]
 
 
 def check_questions(config: Config) -> None:

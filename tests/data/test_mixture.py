@@ -17,8 +17,7 @@ from jaxvlm.config import (
     check_mixture,
     from_config_dict,
 )
-from jaxvlm.data.conversations import packing, tokenize
-from jaxvlm.data.conversations.content import read_records
+from jaxvlm.data.conversations import mixture_records, packing, tokenize
 from jaxvlm.data.conversations.dataset import load_dataset
 from jaxvlm.data.conversations.mixture import PERIOD, MixtureOrder, Schedule, whole_weights
 from jaxvlm.data.conversations.packing import SequenceOrder
@@ -60,15 +59,10 @@ def test_weights_are_exact_where_a_period_holds_them():
 
 @st.composite
 def mixtures(draw, caps=False, budgets=False):
-    """Pieces of two or three sources, the source of each piece, and the settings."""
+    """Pieces of two or three sources, and the settings."""
     sizes = draw(st.lists(st.integers(4, 14), min_size=2, max_size=3))
     words = draw(st.lists(st.integers(1, 8), min_size=sum(sizes), max_size=sum(sizes)))
     names = "abc"[: len(sizes)]
-    origin = [i for i, size in enumerate(sizes) for _ in range(size)]
-    records = [
-        record(f"{names[s]}/{i}", [f"{i % 5}"] * (i % 2), "circle " * n)
-        for i, (s, n) in enumerate(zip(origin, words))
-    ]
     sources = {}
     for i, name in enumerate(names):
         own = {"train": f"{name}.jsonl"}
@@ -81,18 +75,25 @@ def mixtures(draw, caps=False, budgets=False):
         sources[name] = SourceConfig(**own)
     batch = draw(st.sampled_from([1, 2, 3]))
     settings = config(mixture=sources, batch_size=batch, share_images=True)
-    corpus, problems = tokenize.encode(records, TOKENIZER, PATCHES)
-    assert not problems
-    limits = packing.Limits(40, 3)
-    pieces, long = packing.build_pieces(corpus, TOKENIZER.image_id, limits, True, origin)
-    hypothesis.assume(not long)
-    return pieces, packing.of_pieces(pieces, origin), settings, origin
+    left, given = iter(words), []
+    for size in sizes:
+        own = [record(f"{i}", [f"{i % 5}"] * (i % 2), "circle " * next(left)) for i in range(size)]
+        corpus, problems = tokenize.encode(own, TOKENIZER, PATCHES)
+        assert not problems
+        pieces, long = packing.build_pieces(corpus, TOKENIZER.image_id, packing.Limits(40, 3), True)
+        hypothesis.assume(not long)
+        given.append(pieces)
+    return given, settings
+
+
+def mixed(given, settings, seed=0):
+    return MixtureOrder([(pieces, None) for pieces in given], settings, seed)
 
 
 def order_of(drawn, seed=0):
-    pieces, origin, settings, _ = drawn
+    given, settings = drawn
     try:
-        return MixtureOrder(pieces, settings, seed, origin)
+        return mixed(given, settings, seed)
     except TooFewRecords:
         hypothesis.reject()
 
@@ -100,12 +101,12 @@ def order_of(drawn, seed=0):
 @fast
 @hypothesis.given(mixtures(), st.integers(0, 2))
 def test_a_source_is_read_as_by_a_run_on_it_alone(drawn, seed):
-    pieces, origin, settings, _ = drawn
+    given, settings = drawn
     order = order_of(drawn, seed)
-    alone = [
-        SequenceOrder(pieces, settings, seed, np.flatnonzero(origin == i).tolist())
-        for i in range(len(settings.mixture))
-    ]
+    alone = [SequenceOrder(pieces, settings, seed) for pieces in given]
+    counts = [len(pieces.num_tokens) for pieces in given]
+    origin = np.repeat(np.arange(len(counts)), counts)
+    firsts = np.cumsum([0, *counts])
     visits = np.zeros((settings.batch_size, len(alone)), int)
     for step in range(60):
         assert order.sequences_before(step) == tuple(visits.sum(axis=0))
@@ -113,7 +114,7 @@ def test_a_source_is_read_as_by_a_run_on_it_alone(drawn, seed):
             found = order.sequence(step, row)
             (source,) = set(origin[found.pieces].tolist())
             same = alone[source].sequence(int(visits[row, source]), row)
-            np.testing.assert_array_equal(found.pieces, same.pieces)
+            np.testing.assert_array_equal(found.pieces, same.pieces + firsts[source])
             assert found.pass_ == same.pass_
             assert set(found.pieces.tolist()) <= set(order.pieces_of_row(row).tolist())
             assert found.row == row
@@ -129,7 +130,7 @@ def test_a_source_is_read_as_by_a_run_on_it_alone(drawn, seed):
 @fast
 @hypothesis.given(mixtures())
 def test_shares_are_the_weights_to_within_a_batch_at_every_step(drawn):
-    _, _, settings, _ = drawn
+    _, settings = drawn
     order = order_of(drawn)
     weights = [source.weight for source in settings.mixture.values()]
     for step in range(200):
@@ -141,22 +142,27 @@ def test_shares_are_the_weights_to_within_a_batch_at_every_step(drawn):
 @fast
 @hypothesis.given(mixtures() | mixtures(caps=True))
 def test_an_epoch_has_every_record_of_every_source(drawn):
-    pieces, _, settings, origin = drawn
+    given, settings = drawn
     order = order_of(drawn)
+    firsts = np.cumsum([0, *(len(pieces.num_tokens) for pieces in given)])
     ends = {i for i, x in enumerate(settings.mixture.values()) if 0 < x.max_epochs < 1}
     seen = set()
     for step in range(order.steps_per_epoch):
         for row in range(settings.batch_size):
-            found = records_of(pieces, order.sequence(step, row).pieces)
+            source = order.place(step, row)[0]
+            own = order.sequence(step, row).pieces - firsts[source]
+            found = [(source, x) for x in records_of(given[source], own)]
             assert len(set(found)) == len(found)
             seen |= set(found)
-    assert {i for i, source in enumerate(origin) if source not in ends} <= seen
+    for source, pieces in enumerate(given):
+        every = {(source, x) for x in records_of(pieces, range(len(pieces.num_tokens)))}
+        assert source in ends or every <= seen
 
 
 @fast
 @hypothesis.given(mixtures(caps=True))
 def test_a_source_ends_after_its_passes_and_the_others_take_its_share(drawn):
-    _, _, settings, _ = drawn
+    _, settings = drawn
     order = order_of(drawn)
     rows = range(settings.batch_size)
     last = max(span.begin for spans in order._spans for span in spans)
@@ -178,7 +184,7 @@ def test_a_source_ends_after_its_passes_and_the_others_take_its_share(drawn):
 @fast
 @hypothesis.given(mixtures(budgets=True))
 def test_budgets_are_read_in_one_epoch(drawn):
-    _, _, settings, _ = drawn
+    _, settings = drawn
     order = order_of(drawn)
     end, rows = order.steps_per_epoch, range(settings.batch_size)
     counts, total = order.sequences_before(end), sum(order.weights)
@@ -194,14 +200,12 @@ def test_budgets_are_read_in_one_epoch(drawn):
 
 
 def test_sizes_make_weights_and_a_temperature_evens_them():
-    records = [record(f"a/{i}") for i in range(400)] + [record(f"b/{i}") for i in range(100)]
-    _, pieces, _ = build(records)
-    origin = np.asarray([0] * 400 + [1] * 100)
+    given = [build([record(f"{i}") for i in range(n)])[1] for n in (400, 100)]
     shares = {}
     for temperature in (1.0, 2.0, 1e6):
         sources = {"a": SourceConfig(train="a"), "b": SourceConfig(train="b")}
         settings = config(mixture=sources, mixture_temperature=temperature)
-        a, b = MixtureOrder(pieces, settings, 0, origin).weights
+        a, b = mixed(given, settings).weights
         shares[temperature] = a / (a + b)
     assert shares[1.0] == pytest.approx(0.8, abs=0.02)  # in whole sequences
     assert shares[2.0] == pytest.approx(2 / 3, abs=0.02)
@@ -210,40 +214,35 @@ def test_sizes_make_weights_and_a_temperature_evens_them():
 
 def test_sources_of_one_size_that_fill_sequences_otherwise_are_read_as_one_data_set():
     """Images end a sequence before its tokens do: such a source has more sequences."""
-    records = [record(f"a/{i}", [f"{i}"], "circle") for i in range(40)]
-    records += [record(f"b/{i}", (), "circle " * 6) for i in range(40)]
-    _, pieces, _ = build(records, max_length=60, max_images=1)
+    records = [record(f"{i}", [f"{i}"], "circle") for i in range(40)]
+    others = [record(f"{i}", (), "circle " * 6) for i in range(40)]
+    given = [build(own, max_length=60, max_images=1)[1] for own in (records, others)]
     limits = {"max_length": 60, "max_images_per_sequence": 1}
     sources = {"a": SourceConfig(train="a"), "b": SourceConfig(train="b")}
-    order = MixtureOrder(
-        pieces, config(mixture=sources, **limits), 0, np.asarray([0] * 40 + [1] * 40)
-    )
+    order = mixed(given, config(mixture=sources, **limits))
     assert order.weights[0] > 2 * order.weights[1]
     passes = order.passes_before(order.steps_per_epoch)
     assert max(passes) < 1.2 * min(passes)
 
 
 def test_tokens_are_a_budget():
-    records = [record(f"a/{i}") for i in range(40)] + [record(f"b/{i}") for i in range(40)]
-    _, pieces, _ = build(records)
-    origin = np.asarray([0] * 40 + [1] * 40)
-    tokens = float(pieces.num_tokens[:40].sum())
+    _, pieces, _ = build([record(f"{i}") for i in range(40)])
+    tokens = float(pieces.num_tokens.sum())
     sources = {
         "a": SourceConfig(train="a", tokens=3 * tokens),
         "b": SourceConfig(train="b", tokens=tokens),
     }
-    order = MixtureOrder(pieces, config(mixture=sources), 0, origin)
+    order = mixed([pieces, pieces], config(mixture=sources))
     assert order.weights[0] / sum(order.weights) == pytest.approx(0.75, abs=0.02)
     passes = order.passes_before(order.steps_per_epoch)
     assert passes[0] >= 3 and passes[1] >= 1
 
 
 def test_a_source_too_small_for_a_batch_is_named():
-    records = [record(f"a/{i}") for i in range(8)] + [record("b/0")]
-    _, pieces, _ = build(records)
+    given = [build([record(f"{i}") for i in range(n)])[1] for n in (8, 1)]
     sources = {"a": SourceConfig(train="a", weight=1.0), "b": SourceConfig(train="b", weight=1.0)}
     with pytest.raises(DataError, match=r"config\.data\.mixture\.b: 1 records make 1 .*lower it"):
-        MixtureOrder(pieces, config(mixture=sources), 0, np.asarray([0] * 8 + [1]))
+        mixed(given, config(mixture=sources))
 
 
 @pytest.fixture
@@ -286,15 +285,14 @@ def test_batches_are_the_same_for_any_processes_and_any_start(files, word_tokeni
 
 def test_sources_share_no_image_and_keep_to_their_limits(files, word_tokenizer, write_json):
     data = dataset(files, word_tokenizer)
-    of_record = tokenize.source_of_records(data.config, data.records, data.corpus)
+    ids = [data.records[i].id for i in range(len(data.records))]
     for piece in range(len(data.pieces.num_tokens)):
-        assert len({of_record[r] for r in records_of(data.pieces, [piece])}) == 1
+        found = data.corpus.source[records_of(data.pieces, [piece])]
+        assert len({ids[i].partition("/")[0] for i in found.tolist()}) == 1
     chat, vqa = files
     with open(vqa, "a") as out:
         out.write("\n" + '{"photo": "0.png", "ask": "is it red?"}')
-    says = (
-        r"mixture\.vqa: .*vqa\.jsonl: 1 of 7 records .*14\.3%.*vqa/.*vqa\.jsonl:7.*check --config"
-    )
+    says = r"mixture\.vqa: .*vqa\.jsonl: 1 of 7 records .*14\.3%.*vqa\.jsonl:7.*check --config"
     with pytest.raises(DataError, match=says):
         dataset((chat, vqa), word_tokenizer)  # 5 % of all, 14 % of its source
 
@@ -310,14 +308,14 @@ def test_bad_lines_are_capped_with_the_good(write_json, word_tokenizer):
     lines = [llava(f"{i}", None, "is it red?") for i in range(400)] + [{"id": "bad"}] * 4
     path = write_json(lines, "many", lines=True)
     settings = DataConfig(mixture={"many": SourceConfig(train=path, max_records=200)})
-    good, bad = read_records(settings, "")
+    good, bad = mixture_records.read(settings)["many"]
     assert len(good) + len(bad) == 200 and len(bad) <= 4
 
 
 def test_a_file_that_is_missing_is_named_with_its_source(files):
     settings = DataConfig(mixture={"gone": SourceConfig(train="no/file.jsonl")})
     with pytest.raises(DataError, match=r"config\.data\.mixture\.gone: no/file\.jsonl"):
-        read_records(settings, "")
+        mixture_records.read(settings)
 
 
 def test_records_are_capped_by_a_choice_that_stays(files, word_tokenizer):
@@ -350,11 +348,9 @@ def test_settings_that_contradict_each_other(sources, says):
     )
 
 
-def test_read_records_reads_a_file_or_the_mixture(files):
+def test_sources_are_in_the_order_of_their_names(files):
     chat, _ = files
     settings = DataConfig(mixture={"one": SourceConfig(train=chat)})
-    mixed, alone = read_records(settings, "")[0], read_records(settings, chat)[0]
-    assert [x.id for x in mixed] == [f"one/{x.id}" for x in alone]
     assert dataclasses.replace(settings).mixture == settings.mixture
     a, b = SourceConfig(train=chat, weight=2.0), SourceConfig(train=chat, weight=1.0)
     listed = [DataConfig(mixture=x) for x in ({"a": a, "b": b}, {"b": b, "a": a})]

@@ -4,6 +4,8 @@ import json
 import os
 
 import jax
+import loopback_store
+import numpy as np
 import pytest
 
 import jaxvlm
@@ -94,10 +96,9 @@ def test_a_runs_record_names_its_sources_from_any_folder(folder, tmp_path, monke
     assert os.path.samefile(found.train, folder / "signs/data.jsonl")
 
 
-def test_data_check_reads_each_source(folder, tmp_path, capsys):
-    with open(folder / "signs" / "bad.jsonl", "w") as out:
-        out.write((folder / "signs" / "data.jsonl").read_text() + '{"id": "odd"}\n')
-    file = tmp_path / "mixture_recipe.py"
+def write_recipe(folder, signs="data"):
+    """A recipe whose argument is the folder of the sources."""
+    file = folder / "mixture_recipe.py"
     file.write_text(
         "import importlib.util, pathlib\n"
         f"spec = importlib.util.spec_from_file_location('r', {str(HERE / 'recipe.py')!r})\n"
@@ -105,11 +106,19 @@ def test_data_check_reads_each_source(folder, tmp_path, capsys):
         "spec.loader.exec_module(module)\n"
         "def get_config(arg):\n"
         "    config = module.get_config('')\n"
-        "    config.data.train = ''\n"
-        "    config.data.mixture = {'shapes': {'train': arg + '/shapes/data.jsonl', 'weight': 1},\n"
-        "                           'signs': {'train': arg + '/signs/bad.jsonl', 'weight': 1}}\n"
+        "    config.data.train, config.data.eval, config.data.batch_size = '', '', 2\n"
+        "    config.data.mixture = {\n"
+        "        'shapes': {'train': arg + '/shapes/data.jsonl', 'weight': 2},\n"
+        f"        'signs': {{'train': arg + '/signs/{signs}.jsonl', 'weight': 1}}}}\n"
         "    return config\n"
     )
+    return file
+
+
+def test_data_check_reads_each_source(folder, tmp_path, capsys):
+    with open(folder / "signs" / "bad.jsonl", "w") as out:
+        out.write((folder / "signs" / "data.jsonl").read_text() + '{"id": "odd"}\n')
+    file = write_recipe(tmp_path, "bad")
     assert main.run(["data", "check", f"--config={file}:{folder}"]) == 1
     said = capsys.readouterr().out
     assert "shapes: " in said and "24 of 24 records are good" in said
@@ -126,3 +135,59 @@ def test_data_check_reads_each_source(folder, tmp_path, capsys):
     for source in (own, str(tmp_path / "new.jsonl")):  # one of the mixture's, and another one
         (tmp_path / "new.jsonl").write_text('{"question": "hi", "answer": "yes"}')
         assert main.run(["data", "check", source, many[2]]) == 0
+
+
+def trained(config, workdir, steps=STEPS):
+    config.steps, config.checkpoint.every = steps, 2
+    trainer = jaxvlm.Trainer(config, workdir, jax.devices()[:1])
+    trainer.fit()
+    return [np.asarray(x) for x in jax.tree.leaves(trainer.state.params)]
+
+
+def test_a_mixture_is_packed_source_by_source(folder, tmp_path, monkeypatch, capsys):
+    """The bits of a run on the files, from the folders and from a web server; and it goes on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sets, recipe_of = tmp_path / "sets", f"--config={write_recipe(tmp_path)}:{folder}"
+    assert main.run(["data", "pack", recipe_of, f"--output={sets}"]) == 0
+    said = capsys.readouterr().out
+    for name, count in (("shapes", 24), ("signs", 16)):
+        assert f"{sets}/{name}: {count} records" in said
+        assert f"--config.data.mixture.{name}.train={sets}/{name}\n" in said
+        assert main.run(["data", "verify", f"{sets}/{name}"]) == 0
+    packed_flags = [f"--config.data.mixture.{n}.train={sets}/{n}" for n in ("shapes", "signs")]
+    assert main.run(["data", "check", recipe_of, packed_flags[0]]) == 0
+    said = capsys.readouterr().out
+    assert f"shapes: {sets}/shapes: 24 records, packed" in said
+    assert "signs: " in said and "16 of 16 records are good" in said
+    assert "mixture: signs: 33.3 % of the sequences" in said
+    again = ["data", "pack", recipe_of, f"--output={tmp_path / 'more'}", *packed_flags]
+    assert main.run(again) == 2 and "mixture is packed already" in capsys.readouterr().err
+
+    wanted = trained(mixed(folder), tmp_path / "files")
+    trained(mixed(folder), tmp_path / "run", 3)
+    with loopback_store.store(sets, loopback_store.Web) as store:
+        places = [("run", sets, sets), ("both", folder / "shapes/data.jsonl", f"{store.url}")]
+        for workdir, shapes, signs in places:
+            config = mixed(folder)
+            if shapes == sets:
+                config.data.mixture.shapes.train = f"{sets}/shapes"
+            config.data.mixture.signs.train = f"{signs}/signs"
+            for ours, theirs in zip(trained(config, tmp_path / workdir), wanted, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        ({"max_records": 3}, r"mixture\.a\.max_records=3 is not read by .*set, which is packed"),
+        ({"ignored_fields": ("x",)}, r"mixture\.a\.ignored_fields=.* which is packed"),
+    ],
+)
+def test_settings_of_reading_are_not_for_packed_sources(folder, tmp_path, more, says):
+    set_ = tmp_path / "set"
+    set_.mkdir()
+    (set_ / "packed.json").write_text("{}")
+    config = mixed(folder)
+    config.data.mixture = {"a": {"train": str(set_), **more}}
+    with pytest.raises(ConfigError, match=says):
+        jaxvlm.Trainer(config, devices=jax.devices()[:1])

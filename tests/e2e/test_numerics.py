@@ -8,8 +8,8 @@ import pytest
 from runs import recipe
 
 import jaxvlm
-from jaxvlm.data.conversations.content import read_records
 from jaxvlm.data.conversations.dataset import make_dataset
+from jaxvlm.data.sources import conversation_formats
 from jaxvlm.inference.evaluator import Evaluator
 from jaxvlm.train.loop import TrainingStopped
 from jaxvlm.train.metrics import read_metrics
@@ -52,7 +52,7 @@ def test_scored_exact_match_is_that_of_generated_answers(trained):
 
 def test_load_gives_the_same_answers(trained):
     run, _ = trained
-    record = read_records(run.config.data, run.config.data.train)[0][0]
+    record = conversation_formats.read(run.config.data.train, run.config.data)[0][0]
     asked = (list(record.images), "which color is it?")
     assert jaxvlm.load(run.workdir).generate(*asked) == run.generate(*asked)
 

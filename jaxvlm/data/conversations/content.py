@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxvlm.config import DataConfig, PairDataConfig, VideoConfig
+from jaxvlm.config import DataConfig, PairDataConfig
 from jaxvlm.data import errors, image_placeholders
-from jaxvlm.data.conversations import mixture_records, packing, tokenize
+from jaxvlm.data.conversations import packing, tokenize
 from jaxvlm.data.errors import DataError, Part, Problem
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
-from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import Record
 from jaxvlm.data.sources.member_names import is_video, local_path
 from jaxvlm.data.sources.tables import PACKED
@@ -84,6 +83,8 @@ class Content(NamedTuple):
     each: Callable[..., Any] = map
     """Calls a function of each piece of a batch: of several at a time where a store is waited
     for."""
+    sources: tuple[Content, ...] = ()
+    """Of a mixture: what each source holds."""
 
 
 def build(
@@ -109,14 +110,10 @@ def build(
     """
     records = tokenize.split_turns(records, config.loss_turns)
     corpus, pieces, bad, too_long = select(records, config, tokenizer, settings)
-    ids = [record.id for record in records]
-    parts = errors.enforce_limits(name, config, ids, problems, bad, too_long)
+    part = errors.enforce_limits(name, config, len(records), problems, bad, too_long)
     if not len(pieces.num_tokens):
-        reasons = f"`{errors.check_command(name, config)}` lists the reasons"
-        raise DataError(f"{name}: no usable record is left; {reasons}")
+        raise DataError(f"{name}: no usable record is left; `{part.check}` lists the reasons")
     has_videos = any(map(is_video, corpus.paths))
-    if config.video != VideoConfig() and not has_videos and not config.eval:
-        raise DataError(f"{name}: data.video is set, but no record has a video; leave it out")
     different = {id(span): span for span in corpus.spans}.values()
     tiles = [packing.count_tiles(corpus, images) for images in corpus.images]
     facts = Facts(
@@ -132,7 +129,7 @@ def build(
         unknown=int(np.sum(corpus.loss & (corpus.tokens == tokenizer.unk_id))),
         has_videos=has_videos,
     )
-    return Content(records, corpus, pieces, facts, parts)
+    return Content(records, corpus, pieces, facts, [part])
 
 
 def _max_patches(
@@ -159,22 +156,15 @@ def is_packed(spec: str, config: DataConfig) -> bool:
     return bool(spec) and (local_path(spec) / PACKED).is_file()
 
 
+def packed_data(config: DataConfig) -> list[str]:
+    """The packed sets among the training data: folders and URLs."""
+    specs = [config.train, *(source.train for source in config.mixture.values())]
+    return [spec for spec in specs if is_packed(spec, config)]
+
+
 def is_remote(spec: str) -> bool:
     """Whether a data file's name is a URL: in stores there are packed sets alone."""
     return "://" in spec and not spec.startswith("file://")
-
-
-def read_records(config: DataConfig, spec: str) -> Any:
-    """Read a data file or a named source; returns (records, problems).
-
-    Args:
-        config: data settings.
-        spec: what to read; "" is the run's mixture.
-
-    Raises:
-        DataError: the file as a whole can't be used, or it is a packed set.
-    """
-    return conversation_formats.read(spec, config) if spec else mixture_records.read(config)
 
 
 def validate_settings(config: DataConfig, settings: ModelInputs) -> None:
@@ -221,8 +211,7 @@ def select(
     """
     corpus, unfit = tokenize.encode(records, tokenizer, settings.num_patches)
     corpus, broken = tokenize.with_readable_images(corpus, records, config.max_pixels)
-    apart = tokenize.source_of_records(config, records, corpus)
-    pieces, long = make_pieces(corpus, config, tokenizer, settings, apart)
+    pieces, long = make_pieces(corpus, config, tokenizer, settings)
     too_long = [Problem(records[int(corpus.source[i])].id, *reason) for i, *reason in long]
     return Selected(corpus, pieces, [*unfit, *broken], too_long)
 
@@ -232,11 +221,10 @@ def make_pieces(
     config: DataConfig,
     tokenizer: ChatTokenizer,
     settings: ModelInputs,
-    apart: Sequence[int] = (),
 ) -> tuple[packing.Pieces, list[tuple[int, str, str]]]:
     """Group a corpus into pieces as the settings say; see :func:`packing.build_pieces`."""
     # With one record a sequence nothing can be shared; nor can an image that attends to its
     # question.
     share = config.share_images and config.packing and settings.visual_mask != "prompt"
     limits = packing.limits_of(config, settings.patching)
-    return packing.build_pieces(corpus, tokenizer.image_id, limits, share, apart)
+    return packing.build_pieces(corpus, tokenizer.image_id, limits, share)

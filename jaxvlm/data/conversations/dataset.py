@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxvlm.config import Config, DataConfig
+from jaxvlm.config import Config, DataConfig, VideoConfig
 from jaxvlm.data import errors
 from jaxvlm.data.conversations import mixture_records, packed_set, packing, tokenize
 from jaxvlm.data.conversations.collate import Layout, Meta, collate, collate_inputs
@@ -18,7 +18,6 @@ from jaxvlm.data.conversations.content import (
     build,
     is_packed,
     make_pieces,
-    read_records,
     validate_settings,
 )
 from jaxvlm.data.conversations.mixture import MixtureOrder
@@ -30,7 +29,7 @@ from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.page_allocation import PageAllocation, TokenShape, WrittenPages
 from jaxvlm.data.prefetch import TrainBatches, prefetch
-from jaxvlm.data.sources.conversation_formats import Record
+from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.types import Batch
 
@@ -83,12 +82,12 @@ class Dataset:
     def order(self) -> SequenceOrder | MixtureOrder:
         """Packed sequences by step; raises DataError if a batch has more than there are pieces."""
         if self._order is None:
-            given = self.pieces, self.config, self.settings.seed
-            if self.config.mixture:
-                sources = tokenize.source_of_records(self.config, self.records, self.corpus)
-                self._order = MixtureOrder(*given, packing.of_pieces(self.pieces, sources))
+            given, sources = (self.config, self.settings.seed), self.content.sources
+            if sources:
+                each = [(own.pieces, own.sequences) for own in sources]
+                self._order = MixtureOrder(each, *given)
             else:
-                self._order = SequenceOrder(*given, planned=self.content.sequences)
+                self._order = SequenceOrder(self.pieces, *given, self.content.sequences)
         return self._order
 
     def check_batches(self) -> None:
@@ -458,7 +457,7 @@ def load_dataset(
     prepare: image_files.Preparation | None = None,
     patching: Patching | None = None,
     spec: str = "",
-    read: tuple[list[Record], list[Problem]] | None = None,
+    read: Any = None,
 ) -> Dataset:
     """Read, validate and tokenize a data file.
 
@@ -474,7 +473,7 @@ def load_dataset(
         prepare: preprocessing of images; ``None`` follows ``config.resize``.
         patching: how images of any size are cut into patches; ``None``: all have one size.
         spec: file or named source to read; "" is ``config.train`` or ``config.mixture``.
-        read: result of :func:`read_records` for ``spec``, if it was read before.
+        read: what was read of ``spec``, or :func:`mixture_records.read`, if it was before.
 
     Raises:
         DataError: the file, or too many of its records, can't be used.
@@ -487,8 +486,14 @@ def load_dataset(
     settings = ModelInputs(image_size, prepare, num_patches, seed, visual_mask, patching)
     validate_settings(config, settings)
     given = config, tokenizer, settings
-    if is_packed(spec, config):
-        return Dataset(name, packed_set.open_set(spec, *given), *given)
-    records, problems = read or read_records(config, spec)
-    content = build(name, records, problems, *given)
+    if config.mixture:
+        read = mixture_records.read(config) if read is None else read
+        content = mixture_records.load(*given, read)
+    elif is_packed(spec, config):
+        content = packed_set.open_set(spec, *given)
+    else:
+        records, problems = read or conversation_formats.read(spec, config)
+        content = build(name, records, problems, *given)
+    if config.video != VideoConfig() and not content.facts.has_videos and not config.eval:
+        raise DataError(f"{name}: data.video is set, but no record has a video; leave it out")
     return Dataset(name, content, *given)

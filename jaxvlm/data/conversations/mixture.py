@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data.conversations.packing import PackedSequence, Pieces, SequenceOrder
+from jaxvlm.data.conversations.packing import PackedSequence, Pieces, SequenceOrder, Sequences
 from jaxvlm.data.errors import TooFewRecords
 
 PERIOD = 2**16
@@ -111,13 +111,13 @@ class _Span(NamedTuple):
 class MixtureOrder:
     """An endless order of packed sequences of several sources, with random access by step.
 
-    It has what a :class:`SequenceOrder` has; a row has a part of each source.
+    It has what a :class:`SequenceOrder` has; a row has a part of each source. The pieces of the
+    sources are numbered one source after another.
 
     Args:
-        pieces: of all sources.
+        sources: the pieces of each source, and the result of :func:`packing.plan` if it is known.
         config: data settings.
         seed: of the run.
-        source: i[pieces]: index of each piece's source.
 
     Attributes:
         names: of the sources.
@@ -128,19 +128,22 @@ class MixtureOrder:
         TooFewRecords: a source has fewer pieces than a batch has sequences.
     """
 
-    def __init__(self, pieces: Pieces, config: DataConfig, seed: int, source: np.ndarray):
+    def __init__(
+        self, sources: Sequence[tuple[Pieces, Sequences | None]], config: DataConfig, seed: int
+    ):
         self.names = tuple(config.mixture)
         self._settings = tuple(config.mixture.values())
         self.rows = config.batch_size
         self.orders = []
-        for i, name in enumerate(self.names):
-            chosen = np.flatnonzero(source == i).tolist()
+        for name, (pieces, planned) in zip(self.names, sources, strict=True):
             try:
-                self.orders.append(SequenceOrder(pieces, config, seed, chosen))
+                self.orders.append(SequenceOrder(pieces, config, seed, planned))
             except TooFewRecords as error:
                 found = f"config.data.mixture.{name}: {error.found.removeprefix('data: ')}"
                 raise TooFewRecords(found, error.most, f"{error.advice}, or leave it out") from None
-        self._tokens = [int(pieces.num_tokens[x.sequences.piece].sum()) for x in self.orders]
+        counts = [pieces.num_tokens for pieces, _ in sources]
+        self._tokens = [int(own.sum(dtype=np.int64)) for own in counts]
+        self._firsts = [0, *itertools.accumulate(map(len, counts))]
         self.weights = self._whole_weights(config.mixture_temperature)
         self._spans = self._make_spans()
 
@@ -157,11 +160,13 @@ class MixtureOrder:
     def sequence(self, step: int, index: int) -> PackedSequence:
         """Look up the pieces of one sequence of a step; see :meth:`SequenceOrder.sequence`."""
         source, visit = self.place(step, index)
-        return self.orders[source].sequence(visit, index)
+        own = self.orders[source].sequence(visit, index)
+        return own._replace(pieces=own.pieces + np.int32(self._firsts[source]))
 
     def pieces_of_row(self, row: int) -> np.ndarray:
         """i32[n]: pieces of all sources that a row has."""
-        return np.concatenate([order.pieces_of_row(row) for order in self.orders])
+        each = zip(self._firsts, self.orders, strict=False)
+        return np.concatenate([order.pieces_of_row(row) + np.int32(at) for at, order in each])
 
     def place(self, step: int, index: int) -> tuple[int, int]:
         """The source of a batch's sequence, and how many of that row were the source's before."""

@@ -1,4 +1,4 @@
-"""Read the sources of a mixture."""
+"""Read the sources of a mixture, and open those that are packed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import dataclasses
 import numpy as np
 
 from jaxvlm.config import DataConfig, SourceConfig
+from jaxvlm.data.conversations import joined, packed_set
+from jaxvlm.data.conversations.content import Content, ModelInputs, build, is_packed
 from jaxvlm.data.errors import MIXTURE, DataError, Problem
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import Record
+from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 
 SOURCE_SETTINGS = ("image_root", "column_mapping", "ignored_fields")
 """Settings of how a source is read; those that it leaves out are ``config.data``'s."""
 _CHOICE = 0x3C  # tag of a random stream
+Read = dict[str, tuple[list[Record], list[Problem]]]
+"""Source -> its records and problems; packed sources are not in it."""
 
 
 def of_source(config: DataConfig, source: SourceConfig) -> DataConfig:
@@ -22,18 +27,16 @@ def of_source(config: DataConfig, source: SourceConfig) -> DataConfig:
     return dataclasses.replace(config, train=source.train, mixture={}, **own)
 
 
-def read(config: DataConfig) -> tuple[list[Record], list[Problem]]:
-    """Read all sources of ``config.mixture``, one after another.
-
-    Returns:
-        Records, whose ids begin with their source's name and a slash, and problems, whose do too.
+def read(config: DataConfig) -> Read:
+    """Read all sources of ``config.mixture`` but those that are packed.
 
     Raises:
         DataError: a source can't be used as a whole.
     """
-    records: list[Record] = []
-    problems: list[Problem] = []
+    found: Read = {}
     for name, source in config.mixture.items():
+        if is_packed(source.train, config):
+            continue
         try:
             own, bad = conversation_formats.read(source.train, of_source(config, source))
         except DataError as error:
@@ -46,9 +49,46 @@ def read(config: DataConfig) -> tuple[list[Record], list[Problem]]:
                 [own[i] for i in chosen if i < len(own)],
                 [bad[i - len(own)] for i in chosen if i >= len(own)],
             )
-        records += [x._replace(id=f"{name}/{x.id}") for x in own]
-        problems += [x._replace(id=f"{name}/{x.id}") for x in bad]
-    return records, problems
+        found[name] = own, bad
+    return found
+
+
+def load(
+    config: DataConfig, tokenizer: ChatTokenizer, settings: ModelInputs, found: Read
+) -> Content:
+    """Build what each source holds, or open it where it is packed, and join them.
+
+    Args:
+        config: data settings with a mixture.
+        tokenizer: the run's.
+        settings: what else the data depend on.
+        found: result of :func:`read`.
+
+    Raises:
+        DataError: a source can't be used.
+        StoreError: a store does not give a packed source's files.
+    """
+    contents: dict[str, Content] = {}
+    for name, source in config.mixture.items():
+        what, given = f"{MIXTURE}.{name}: {source.train}", (tokenizer, settings)
+        if name in found:
+            own = of_source(config, source)
+            contents[name] = build(what, *found[name], own, *given)
+            continue
+        try:
+            packed = packed_set.open_set(source.train, packed_source(config, source), *given)
+        except DataError as error:
+            raise DataError(f"{MIXTURE}.{name}: {error}") from None
+        parts = [part._replace(what=what) for part in packed.parts]
+        contents[name] = packed._replace(parts=parts)
+    return joined.join(contents)
+
+
+def packed_source(config: DataConfig, source: SourceConfig) -> DataConfig:
+    """The settings by which a packed source is opened: none of how files are read."""
+    default = DataConfig()
+    unset = {name: getattr(default, name) for name in packed_set.OF_READING}
+    return dataclasses.replace(config, train=source.train, mixture={}, **unset)
 
 
 def fingerprint(config: DataConfig) -> dict[str, float]:

@@ -248,8 +248,15 @@ def _u32(values: Iterable[int]) -> np.ndarray:
 
 
 _DEFAULT = DataConfig()
-_OF_READING = (
-    *("image_root", "column_mapping", "ignored_fields", "literal_markers", "tsv_quoting"),
+OF_READING = (
+    *(
+        "image_root",
+        "fetched",
+        "column_mapping",
+        "ignored_fields",
+        "literal_markers",
+        "tsv_quoting",
+    ),
     "format",
 )
 """Settings of how files are read; with a packed set they are for the evaluation data."""
@@ -258,7 +265,7 @@ _OF_READING = (
 def _check_settings(
     spec: str, packed: dict[str, Any], wanted: dict[str, Any], config: DataConfig
 ) -> None:
-    for name in _OF_READING:
+    for name in OF_READING:
         if getattr(config, name) != getattr(_DEFAULT, name) and not config.eval:
             raise DataError(f"data.{name} is not read: {spec} is packed; leave it out")
     changed = [

@@ -120,7 +120,6 @@ def build_pieces(
     image_id: int,
     limits: Limits,
     share: bool,
-    apart: Sequence[int] = (),
 ) -> tuple[Pieces, list[tuple[int, str, str]]]:
     """Group records with a common prefix into pieces; split groups that exceed a sequence.
 
@@ -129,7 +128,6 @@ def build_pieces(
         image_id: id of the image token.
         limits: capacity of a packed sequence.
         share: whether records with the same leading images share them.
-        apart: number of each record's source; records of different ones share nothing. () is one.
 
     Returns:
         Pieces that each fit into a sequence, in the order of their first record; and
@@ -146,7 +144,7 @@ def build_pieces(
         else:
             begin = int(corpus.first[i])
             head = corpus.tokens[begin : begin + prefix].tobytes()
-            name = (images, head, apart[i] if apart else 0) if prefix else (i,)
+            name = (images, head) if prefix else (i,)
             groups.setdefault(name, []).append(i)
             shared[name] = prefix
     builder = _Builder(corpus, limits)
@@ -353,7 +351,7 @@ def permuted(place: int, count: int, *key: int) -> int:
             return place
 
 
-def plan(pieces: Pieces, config: DataConfig, chosen: Sequence[int] | None = None) -> Sequences:
+def plan(pieces: Pieces, config: DataConfig) -> Sequences:
     """Pack all pieces, once for all passes, in an order that depends on nothing but them.
 
     Pieces of the same images stay near each other, so that they are in one row of the batch. Where
@@ -362,9 +360,8 @@ def plan(pieces: Pieces, config: DataConfig, chosen: Sequence[int] | None = None
     Args:
         pieces: all pieces.
         config: capacity of a packed sequence.
-        chosen: the pieces to pack; ``None``: all.
     """
-    every = np.arange(len(pieces.num_tokens)) if chosen is None else np.asarray(chosen, np.int64)
+    every = np.arange(len(pieces.num_tokens))
     sets: dict[tuple[int, ...], int] = {}
     number = [sets.setdefault(pieces.images[i] or (-1 - i,), len(sets)) for i in every.tolist()]
     place = np.argsort(np.argsort(_hashes(len(sets), _SETS), kind="stable"))
@@ -401,7 +398,6 @@ class SequenceOrder:
         pieces: all pieces.
         config: data settings.
         seed: of the run; it decides the order of each pass.
-        chosen: the pieces to read; ``None``: all.
         planned: result of :func:`plan`, if it is known.
 
     Raises:
@@ -413,11 +409,10 @@ class SequenceOrder:
         pieces: Pieces,
         config: DataConfig,
         seed: int,
-        chosen: Sequence[int] | None = None,
         planned: Sequences | None = None,
     ):
         self.rows, self._seed = config.batch_size, seed
-        sequences = plan(pieces, config, chosen) if planned is None else planned
+        sequences = plan(pieces, config) if planned is None else planned
         self._first = [row * len(sequences) // self.rows for row in range(self.rows + 1)]
         if len(sequences) < self.rows:
             sequences, self._first = _spread(sequences.piece, pieces, config)
@@ -477,14 +472,3 @@ def _spread(order: np.ndarray, pieces: Pieces, config: DataConfig) -> tuple[Sequ
     sizes = np.concatenate([[0], *(np.diff(part.start) for part in parts)])
     piece = np.concatenate([part.piece for part in parts])
     return Sequences(piece, np.cumsum(sizes)), [0, *itertools.accumulate(map(len, parts))]
-
-
-def of_pieces(pieces: Pieces, of_records: Sequence[int]) -> np.ndarray:
-    """What each piece has of something that all records of a piece have in common.
-
-    Args:
-        pieces: all pieces.
-        of_records: that of each record of the corpus.
-    """
-    last = pieces.record[pieces.start[1:] - 1]  # a shared prefix comes first
-    return np.asarray(of_records)[last]

@@ -14,8 +14,8 @@ import numpy as np
 import tokenizers
 from jaxtyping import Bool, Int32, Int64
 
-from jaxvlm.config import DataConfig, check_choice
-from jaxvlm.data.errors import ImageError, Problem, sources
+from jaxvlm.config import check_choice
+from jaxvlm.data.errors import ImageError, Problem
 from jaxvlm.data.image_placeholders import ImageSpans, Lead
 from jaxvlm.data.images import image_files
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record, Turn
@@ -431,8 +431,3 @@ def digest(corpus: Corpus) -> str:
     names = [image_files.name_and_size(corpus.paths[i]) for i in used]
     out.update(repr((corpus.images, names)).encode())
     return out.hexdigest()
-
-
-def source_of_records(config: DataConfig, records: Sequence[Record], corpus: Corpus) -> list[int]:
-    """Index of the source of each record of a corpus; 0 where the data are no mixture."""
-    return sources(config, (records[i].id for i in corpus.source.tolist()))

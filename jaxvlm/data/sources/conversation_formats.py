@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 from jaxvlm.config import DataConfig, extension
 from jaxvlm.data import image_placeholders
 from jaxvlm.data.errors import DataError, Problem
-from jaxvlm.data.sources import custom_format, fields, members, tables, tool_use, visuals
+from jaxvlm.data.sources import (
+    custom_format,
+    fetched,
+    fields,
+    members,
+    tables,
+    tool_use,
+    visuals,
+)
+from jaxvlm.data.sources.fetched import OfUrl
 from jaxvlm.data.sources.fields import OF_IMAGE, OF_TURN, Allowed, BadItem, is_empty, name_of
 from jaxvlm.data.sources.layouts import LAYOUTS, TEXTS, Layout, by_rows
 from jaxvlm.data.sources.member_names import InFile, as_video, bare, is_video
@@ -70,14 +79,17 @@ class Record(NamedTuple):
     """Labels that evaluations group their results by, e.g. ``{"kind": "color"}``."""
 
 
-def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Record], list[Problem]]:
+def read(
+    spec: str, config: DataConfig = tables.DEFAULT, of_url: OfUrl | None = None
+) -> tuple[list[Record], list[Problem]]:
     """Read a data file, several, or a named source.
 
     Args:
         spec: what :func:`jaxvlm.data.sources.tables.read` reads, or a name in ``SOURCES`` such as
             ``easy-vqa:train``.
         config: data settings; of these, ``image_root``, ``ignored_fields``, ``literal_markers``,
-            ``format``, ``column_mapping`` and ``tsv_quoting`` are read.
+            ``format``, ``column_mapping``, ``tsv_quoting`` and ``fetched`` are read.
+        of_url: gives the files of images at URLs; ``None``: as ``data.fetched`` says.
 
     Returns:
         Records in the file's order, and a Problem for each item that is not a valid record.
@@ -95,7 +107,9 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Record], 
     else:
         raw, problems = tables.read(spec, config, SOURCES, TEXTS)
     mapping = tables.mapping_of(spec, raw, config)
-    allowed = Allowed.of(config.ignored_fields, config.literal_markers)
+    allowed = Allowed.of(
+        config.ignored_fields, config.literal_markers, of_url or fetched.of_config(config)
+    )
     records: list[Record] = []
     splits = fields.Splits(spec, config)
     for where, item, locate, _ in raw:
@@ -200,10 +214,10 @@ def _own_record(record: Record, locate: Callable[[str], str], allowed: Allowed) 
         if not isinstance(turn.content, str):
             raise BadItem("a turn whose 'content' is neither text nor a list")
     for name in record.images:
-        visuals.file_name(name)  # or refuse it
+        visuals.file_name(name, allowed)  # or refuse it
     texts = [turn.content for turn in record.turns]
     texts, images = visuals.in_order(texts, tuple(record.images), (), (), allowed)
-    names = [(visuals.file_name(bare(name)), is_video(name)) for name in images]
+    names = [(visuals.file_name(bare(name), allowed), is_video(name)) for name in images]
     files = tuple(as_video(name) if video else name for name, video in names)
     turns = tuple(t._replace(content=x) for t, x in zip(record.turns, texts, strict=True))
     return _checked_record(record._replace(turns=turns, images=files), locate, allowed)

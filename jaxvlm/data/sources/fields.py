@@ -12,7 +12,7 @@ import dataclasses
 import math
 import numbers
 import unicodedata
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jaxvlm.config import DataConfig
@@ -150,11 +150,18 @@ class Allowed:
     """Names of fields that are passed over at every level of a record."""
     literal: frozenset[str] = frozenset()
     """Image markers of other formats that are text."""
+    of_url: Callable[[str, str], str] | None = None
+    """Gives the file of an image at a URL, see :mod:`jaxvlm.data.sources.fetched`."""
 
     @classmethod
-    def of(cls, ignored_fields: Collection[str], literal_markers: Collection[str] = ()) -> Allowed:
+    def of(
+        cls,
+        ignored_fields: Collection[str],
+        literal_markers: Collection[str] = (),
+        of_url: Callable[[str, str], str] | None = None,
+    ) -> Allowed:
         """Return what ``data.ignored_fields`` and ``data.literal_markers`` allow."""
-        return cls(frozenset(ignored_fields), frozenset(literal_markers))
+        return cls(frozenset(ignored_fields), frozenset(literal_markers), of_url)
 
     def fields_of(
         self,

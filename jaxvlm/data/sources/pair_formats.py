@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from jaxvlm.config import DataConfig, extension
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Example, Item
-from jaxvlm.data.sources import conversation_formats, custom_format, members, tables
+from jaxvlm.data.sources import conversation_formats, custom_format, fetched, members, tables
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER
+from jaxvlm.data.sources.fetched import OfUrl
 from jaxvlm.data.sources.fields import OF_IMAGE, Allowed, BadItem, Splits, is_empty, name_of
 from jaxvlm.data.sources.member_names import InFile, is_video
 from jaxvlm.data.sources.visuals import file_name
@@ -53,13 +54,17 @@ class Context(NamedTuple):
     allowed: Allowed
 
 
-def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example], list[Problem]]:
+def read(
+    spec: str, config: DataConfig = tables.DEFAULT, of_url: OfUrl | None = None
+) -> tuple[list[Example], list[Problem]]:
     """Read the examples of a file or a pattern of files; see ``jaxvlm.data.sources.tables.read``.
 
     Args:
         spec: file or pattern of files.
         config: data settings; of these, ``image_root``, ``ignored_fields``, ``literal_markers``,
-            ``format``, ``column_mapping`` (applied first) and ``tsv_quoting`` are read.
+            ``format``, ``column_mapping`` (applied first), ``tsv_quoting`` and ``fetched`` are
+            read.
+        of_url: gives the files of images at URLs; ``None``: as ``data.fetched`` says.
 
     Returns:
         Examples in the files' order, one for each positive, and a Problem for each invalid record.
@@ -75,7 +80,9 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example],
     else:
         raw, problems = tables.read(spec, config)
     mapping = tables.mapping_of(spec, raw, config)
-    allowed = Allowed.of(config.ignored_fields, config.literal_markers)
+    allowed = Allowed.of(
+        config.ignored_fields, config.literal_markers, of_url or fetched.of_config(config)
+    )
     examples: list[Example] = []
     seen: collections.Counter[str] = collections.Counter()
     splits = Splits(spec, config)
@@ -211,7 +218,7 @@ def _item(text: Any, image: Any, instruction: str, context: Context, name: str) 
         if len(image) > 1:
             raise _several_images(name, len(image))
         image = image[0] if image else None
-    file = context.locate(file_name(image)) if not is_empty(image) else ""
+    file = context.locate(file_name(image, context.allowed)) if not is_empty(image) else ""
     try:
         if file:
             context.allowed.refuse_markers(_text(text or "", name))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxvlm.data.image_placeholders import BOTH_MARKS, MARK, VIDEO_MARK
-from jaxvlm.data.sources.fields import OF_IMAGE, Allowed, BadItem, is_empty
+from jaxvlm.data.sources.fields import DEFAULT, OF_IMAGE, Allowed, BadItem, is_empty
 from jaxvlm.data.sources.member_names import InFile, as_video, bare, is_file, is_video
 
 LISTS = {"image": ("images", "image"), "video": ("videos", "video")}
@@ -64,10 +64,10 @@ def _named(value: Any, kind: str, allowed: Allowed) -> str:
         if isinstance(data := value.get("bytes"), str) and data and is_file(data):
             raise BadItem(f"{article}'s bytes as text; give them as a data: URI")
         value = given[0] if given else None
-    return file_name(value, article)
+    return file_name(value, allowed, article)
 
 
-def file_name(value: Any, article: str = "an image") -> str:
+def file_name(value: Any, allowed: Allowed = DEFAULT, article: str = "an image") -> str:
     """Check and return the file that a record names for an image or a video; raises BadItem."""
     if not isinstance(value, str) or not value:
         detail = f"{type(value).__name__}; {article} must be a file, given by its name"
@@ -76,6 +76,8 @@ def file_name(value: Any, article: str = "an image") -> str:
         return value
     value = value.removeprefix("file://")
     if _URL.match(value):
+        if allowed.of_url and value.lower().startswith(("http://", "https://")):
+            return InFile(allowed.of_url(value, article))
         raise BadItem(f"{article} that is not a file", value[:60])
     return value
 
