@@ -258,9 +258,9 @@ class Span(NamedTuple):
         """i32[tiles]: index of each tile's first visual token; with ``sources``, the image's."""
         if self.sources is not None:
             return np.full(self.sources.tiles, np.argmax(self.tile > 0), np.int32)
-        visual = np.flatnonzero(self.tile)
-        _, first = np.unique(self.tile[visual], return_index=True)
-        return visual[first].astype(np.int32)
+        highest = np.maximum.accumulate(self.tile)  # tiles come in the order of their numbers
+        count = int(highest[-1]) if len(highest) else 0
+        return np.searchsorted(highest, np.arange(1, count + 1)).astype(np.int32)
 
     @classmethod
     def of(

@@ -205,8 +205,10 @@ class ImageInputs:
         if patching is None:
             decoded = self._images.get(paths[image if other is None else int(other[image])])
             expected, tiles = len(self.spans[image].starts), _tiles_of(decoded.pixels)
-            if other is None and len(tiles) != expected:  # its tokens are in the sequence already
-                raise ImageError(f"cut into {len(tiles)} tiles instead of {expected}")
+            if other is None:
+                if len(tiles) != expected:  # its tokens are in the sequence already
+                    raise ImageError(f"cut into {len(tiles)} tiles instead of {expected}")
+                return decoded
             # Another image may have fewer tiles: they are repeated.
             return decoded._replace(pixels=tiles[np.arange(expected) % len(tiles)])
         own, span = self._images.get(paths[image]), self.spans[image]
