@@ -4,8 +4,8 @@
 
 Writes easy-VQA in each format, trains configs/quickstart.py on it by the README's command, and
 evaluates on the test split in the same format (for packed sets, on the JSONL). Written down for
-each: the final exact match, and a digest of all parameters, which is one and the same if all
-formats give the same batches.
+each: the final exact match, the share of time in which steps waited for data, and a digest of all
+parameters, which is one and the same if all formats give the same batches.
 """
 
 from __future__ import annotations
@@ -108,14 +108,20 @@ def trained(workdir: pathlib.Path, train: str, test: str, epochs: float) -> dict
     digest = hashlib.blake2b(digest_size=16)
     for name, leaf in sorted(jaxvlm.load(workdir).params.items()):
         digest.update(name.encode() + np.asarray(leaf).tobytes())
+    lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if "train/wait_share" in row]
+    waited = sum(row["train/seconds"] * row["train/wait_share"] for row in rows)
+    share = {"wait_share": waited / sum(row["train/seconds"] for row in rows)}
     names = ("step", "exact_match", "blind/exact_match", "loss", "skipped_records")
-    return {name: result[name] for name in names} | {"parameters": digest.hexdigest()}
+    found = {name: result[name] for name in names} | share
+    return found | {"parameters": digest.hexdigest()}
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=float, default=12.0)
+    parser.add_argument("--output", default="stored_formats.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = pathlib.Path(made)
@@ -140,7 +146,7 @@ def main() -> None:
             server.shutdown()
     same = len({row["parameters"] for row in found.values()}) == 1
     write(
-        "stored_formats.json",
+        args.output,
         {"epochs": args.epochs, "formats": found, "same_parameters": same, **environment()},
     )
 
