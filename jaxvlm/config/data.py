@@ -95,10 +95,11 @@ class DataConfig:
 
     train: str = ""
     """Names the training data, of conversations (docs/data.md) or pairs (docs/embedding_data.md): a
-    .json, .jsonl, .csv, .tsv, .parquet, .arrow or .tar file; all files that match a pattern such as
-    ``shards/*.tar``; a folder that Hugging Face's save_to_disk, MosaicML Streaming (MDS) or `jaxvlm
-    data pack` wrote, the last also at a gs://, s3://, http:// or https:// URL; or a built-in data
-    set such as easy-vqa:train. With config.data.format, it is whatever that format takes."""
+    .json, .jsonl, .csv, .tsv, .parquet, .arrow, .array_record or .tar file; all files that match a
+    pattern such as ``shards/*.tar``; a folder that Hugging Face's save_to_disk, MosaicML Streaming
+    (MDS) or `jaxvlm data pack` wrote, the last also at a gs://, s3://, http:// or https:// URL; or
+    a built-in data set such as easy-vqa:train. With config.data.format, it is whatever that format
+    takes."""
     eval: str = ""
     """Names the evaluation data, in the same form as ``train`` but not packed; the default "" means
     that the run is not evaluated."""

@@ -91,6 +91,7 @@ READ_BY: dict[str, frozenset[str]] = {
     ".arrow": _FIELDS,
     ".tar": _FIELDS,
     ".mds": _FIELDS,
+    ".array_record": _FIELDS,
     # Its records and images are those of its package.
     "easy-vqa": frozenset(),
     # What a format of the user's own gives: a Record or an Example has no other fields, and an

@@ -154,6 +154,10 @@ def check_data(config: Config) -> None:
         root = group.image_root
         if root and not pathlib.Path(root).expanduser().is_dir():
             raise ConfigError(f"{path}.image_root={root!r}: no such folder")
+    if data.fetched and not pathlib.Path(data.fetched).expanduser().is_dir():
+        raise ConfigError(
+            f"config.data.fetched={data.fetched!r}: no such folder; `jaxvlm data fetch` makes it"
+        )
 
 
 def _check_trains_tokens(config: Config) -> None:

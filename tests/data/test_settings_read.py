@@ -11,6 +11,7 @@ import re
 import tarfile
 
 import pytest
+from array_record.python import array_record_module
 
 from jaxvlm.cli.main import run as cli
 from jaxvlm.config import (
@@ -31,6 +32,7 @@ from tests.data import mds_files
 
 SET = {
     "image_root": "elsewhere",
+    "fetched": "kept",
     "ignored_fields": ("note",),
     "literal_markers": ("<img>",),
     "column_mapping": (("asked", "query"),),
@@ -46,13 +48,16 @@ def pairs(asked="query"):
     """Pairs that each setting changes: an image, a field, a marker, a column, a quoted cell."""
     rows = [("what is it?", ""), ("is <img> text?", ""), ("what is it?", "x")]
     more = {"query_image": "a.png", "positive": '"yes"'}
-    return [{asked: text, **more, "note": note} for text, note in rows]
+    pairs = [{asked: text, **more, "note": note} for text, note in rows]
+    return [*pairs, pairs[0] | {"query_image": "http://a.org/b.png"}]
 
 
 def chats(asked="query"):
     """Conversations that each setting changes."""
-    more = {"image": "a.png", "response": '"yes"'}
-    return [{asked: row[asked], **more, "note": row["note"]} for row in pairs(asked)]
+    return [
+        {asked: row[asked], "image": row["query_image"], "response": '"yes"', "note": row["note"]}
+        for row in pairs(asked)
+    ]
 
 
 def write(folder, kind, rows):
@@ -80,6 +85,11 @@ def write(folder, kind, rows):
     elif kind == ".mds":
         texts = [{name: str(value).encode() for name, value in row.items()} for row in rows]
         mds_files.write(path, texts, dict.fromkeys(rows[0], "str"))
+    elif kind == ".array_record":
+        writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+        for row in rows:
+            writer.write(json.dumps(row).encode())
+        writer.close()
     else:
         with tarfile.open(path, "w") as tar:
             for i, row in enumerate(rows):
@@ -98,7 +108,9 @@ def give(file):
         "dict": pairs(asked),
         "chat": chats(asked),
         "Record": [
-            Record("", (Turn("user", text), Turn("assistant", "y")), ("a.png",)) for text in texts
+            Record("", (Turn("user", text), Turn("assistant", "y")), (image,))
+            for text in texts
+            for image in ("a.png", "http://a.org/b.png")
         ],
         "Example": [Example("e", Item("a"), Item("b", "a.png"))],
     }[kind]
@@ -206,6 +218,10 @@ def test_a_run_refuses_what_none_of_its_data_takes(tmp_path, monkeypatch):
     check("a.jsonl", "easy-vqa:test", image_root="x")
     with pytest.raises(ConfigError, match=r"image_root='y': no such folder"):
         check("a.tar", "", image_root="y")  # also where every image is in the tar
+    with pytest.raises(
+        ConfigError, match=r"data\.fetched='y': no such folder; `jaxvlm data fetch`"
+    ):
+        check("a.jsonl", "", fetched="y")
     check("easy-vqa:train", "a.jsonl", ignored_fields=("x",))
     for evaluated, taken in (("b.tsv", True), ("shards/*", True), ("b.csv", False), ("", False)):
         if taken:

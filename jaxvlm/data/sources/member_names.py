@@ -1,9 +1,10 @@
 """Names of images that lie inside of other files, or in their own name.
 
-A member of a tar or MDS shard, or a cell of a Parquet or Arrow table, is named by one string,
-``FILE::PLACE+SIZE::NAME``, a cell with ``@DIGEST`` after its size. A ``data:`` URI is its own
-content. Both can be used wherever the name of an image file can, and any thread or process reads
-them without the file's index. A name that ends in ``::video`` is read as a video.
+A member of a tar or MDS shard, a cell of a Parquet or Arrow table, or a value of an ArrayRecord is
+named by one string, ``FILE::PLACE+SIZE::NAME``, the last two with ``@DIGEST`` after its size. A
+``data:`` URI is its own content. Both can be used wherever the name of an image file can, and any
+thread or process reads them without the file's index. A name that ends in ``::video`` is read as a
+video.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-_MEMBER = re.compile(
-    r"(.+?\.(?i:tar|mds|parquet|arrow))::([^:+@]+)\+(\d{1,18})(?:@([0-9a-f]+))?::(.*)", re.DOTALL
-)
+_FILE = r".+?\.(?i:tar|mds|parquet|arrow|array_record(?:-\d+-of-\d+)?)"
+_MEMBER = re.compile(rf"({_FILE})::([^:+@]+)\+(\d{{1,18}})(?:@([0-9a-f]+))?::(.*)", re.DOTALL)
 DATA = "data:"
 _VIDEO = "::video"
 

@@ -6,8 +6,10 @@ import base64
 import binascii
 import hashlib
 import os
+import pathlib
 
-from jaxvlm.data.sources import columnar, downloads
+from jaxvlm.data.sources import array_records, columnar, downloads
+from jaxvlm.data.sources.compressed import kind_of
 from jaxvlm.data.sources.fields import BadItem
 from jaxvlm.data.sources.member_names import DATA, Member, parse, shown
 
@@ -28,8 +30,9 @@ def read(path: str) -> bytes:
         return downloads.read(member)
     if not os.path.isfile(member.file):
         raise ValueError(f"{member.file} is no regular file")
-    is_cell = member.file.lower().endswith((".parquet", ".arrow"))
-    return columnar.content(member) if is_cell else _range(member)
+    kind = kind_of(pathlib.Path(member.file))
+    read_from = {".parquet": columnar, ".arrow": columnar, ".array_record": array_records}.get(kind)
+    return read_from.content(member) if read_from else _range(member)
 
 
 def digest(path: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Read files of records with named fields: JSON, CSV, Parquet, Arrow, and tar shards."""
+"""Read files of records with named fields: JSON, CSV, Parquet, Arrow, ArrayRecord, tar shards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 
 from jaxvlm.config import DataConfig, json_text
 from jaxvlm.data.errors import DataError, Problem
-from jaxvlm.data.sources import columnar, delimited, json_files, mds, members, webdataset
+from jaxvlm.data.sources import (
+    array_records,
+    columnar,
+    delimited,
+    json_files,
+    mds,
+    members,
+    webdataset,
+)
 from jaxvlm.data.sources.compressed import kind_of
 from jaxvlm.data.sources.fields import BadItem, is_empty
 from jaxvlm.data.sources.member_names import InFile, local_path, with_file
@@ -62,8 +70,8 @@ def read(
 
     Args:
         spec: ``FILE.jsonl``, ``.json``, ``.csv`` or ``.tsv``, each also with ``.gz`` or ``.zst``;
-            ``.parquet``, ``.arrow``, ``.tar`` or ``.mds``; a pattern such as ``shards/*.tar``; or a
-            folder.
+            ``.parquet``, ``.arrow``, ``.tar``, ``.mds`` or ``.array_record``; a pattern such as
+            ``shards/*.tar``; or a folder.
         config: data settings; of these, ``image_root``, ``tsv_quoting`` and ``column_mapping`` are
             read.
         named: names of other sources, for messages.
@@ -259,6 +267,12 @@ def _mds(
     return _records(path, root, mds.samples(path))
 
 
+def _array_record(
+    path: pathlib.Path, root: pathlib.Path, reading: Reading
+) -> tuple[list[Raw], list[Problem]]:
+    return _records(path, root, array_records.records(path, reading.same))
+
+
 def _records(
     path: pathlib.Path, root: pathlib.Path, rows: Iterable[dict[str, Any] | BadItem]
 ) -> tuple[list[Raw], list[Problem]]:
@@ -323,6 +337,7 @@ READERS: dict[str, Reader] = {
     ".tsv": _csv,
     ".tar": _tar,
     ".mds": _mds,
+    ".array_record": _array_record,
     ".parquet": _rows,
     ".arrow": _rows,
 }
