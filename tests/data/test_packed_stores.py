@@ -43,7 +43,7 @@ def store(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    """Deadlines of seconds; gcsfs does not wait between its own tries."""
+    """Deadlines of seconds, a request for each image; gcsfs does not wait between its own tries."""
     import gcsfs.retry
 
     async def at_once(seconds):
@@ -53,6 +53,7 @@ def hasty(monkeypatch):
     monkeypatch.setattr(store_requests, "DEADLINE", 1.0)
     monkeypatch.setattr(store_requests, "_PAUSES", (0.1,))
     monkeypatch.setattr(downloads, "PAUSES", (0.01,) * 3)
+    monkeypatch.setattr(downloads, "_BLOCK", 1)
 
 
 @pytest.fixture
@@ -117,6 +118,40 @@ def test_what_is_wrong_for_a_while_changes_nothing(store, stored, word_tokenizer
     assert_same(there(url, word_tokenizer, tmp_path), data, 0, data.steps_per_epoch)
     used = [rule[0] for rule in rules]
     assert max(used) < 2 if how == "late" else max(used) == 0
+
+
+@ALL
+@pytest.mark.parametrize("block", [700, 2**18])
+@pytest.mark.parametrize("how", [flipped, short])
+def test_images_come_in_blocks(
+    store, stored, word_tokenizer, tmp_path, monkeypatch, block, how, images_asked
+):
+    """Of several images each, whose ends lie anywhere; wrong ones are asked for again."""
+    url, local, data = stored
+    monkeypatch.setattr(downloads, "_BLOCK", block)
+    store.wrong += [answers("images-00001.tar", how, 2, ("GET",))]
+    found = there(url, word_tokenizer, tmp_path, image_cache_mb=0)
+    before = images_asked()
+    assert_same(found, data, 0, data.steps_per_epoch)
+    tars = [path.stat().st_size for path in local.glob("*.tar")]
+    blocks = sum(-(-size // block) for size in tars)
+    assert images_asked() - before <= blocks + 8  # some more for what was wrong
+    assert_same(found, data, data.steps_per_epoch, data.steps_per_epoch)
+    assert images_asked() - before <= blocks + 8
+
+
+@pytest.fixture
+def images_asked(monkeypatch):
+    """How many parts of tars were asked for."""
+    asked = []
+    part = downloads.Copies._part
+
+    def counted(self, *given):
+        asked.append(given)
+        return part(self, *given)
+
+    monkeypatch.setattr(downloads.Copies, "_part", counted)
+    return lambda: len(asked)
 
 
 @ALL
