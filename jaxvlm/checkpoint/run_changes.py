@@ -72,8 +72,8 @@ def _relative(
         document: the run's ``config.json``.
         config: settings whose paths are asked for.
     """
-    start = document.get("folder")
-    given_names = {name: getattr(config.data, name) for name in ("train", "eval", "image_root")}
+    start, names = document.get("folder"), ("train", "eval", "image_root", "fetched")
+    given_names = {name: getattr(config.data, name) for name in names}
     for source, settings in config.data.mixture.items():
         given_names[f"mixture.{source}.train"] = settings.train
         given_names[f"mixture.{source}.image_root"] = settings.image_root

@@ -97,9 +97,10 @@ class DataConfig:
     """Names the training data, of conversations (docs/data.md) or pairs (docs/embedding_data.md): a
     .json, .jsonl, .csv, .tsv, .parquet, .arrow, .array_record or .tar file; all files that match a
     pattern such as ``shards/*.tar``; a folder that Hugging Face's save_to_disk, MosaicML Streaming
-    (MDS) or `jaxvlm data pack` wrote, the last also at a gs://, s3://, http:// or https:// URL; or
-    a built-in data set such as easy-vqa:train. With config.data.format, it is whatever that format
-    takes."""
+    (MDS) or `jaxvlm data pack` wrote; or a built-in data set such as easy-vqa:train. Files,
+    patterns and packed sets may also be at gs://, s3://, http:// and https:// URLs, and files of
+    the Hugging Face hub at hf://datasets/OWNER/NAME/PATTERN. With config.data.format, it is
+    whatever that format takes."""
     eval: str = ""
     """Names the evaluation data, in the same form as ``train`` but not packed; the default "" means
     that the run is not evaluated."""
@@ -184,8 +185,8 @@ class DataConfig:
     image_cache_mb: int = 512
     """Sets the host memory in MiB in which decoded images are cached."""
     download_dir: str = ""
-    """Names the folder of this machine for copies of what a packed set at a URL holds; the default
-    "" means jaxvlm/sets in $XDG_CACHE_HOME or in ~/.cache."""
+    """Names the folder of this machine for copies of data at gs://, s3://, http:// and https://
+    URLs; the default "" means jaxvlm/sets in $XDG_CACHE_HOME or in ~/.cache."""
     download_gb: float = 0.0
     """Limits the copies of images of a packed set at a URL, in GiB of disk; those that were read
     longest ago are removed. The default 0 keeps all."""

@@ -200,10 +200,10 @@ RULES: dict[type, tuple[Rule, ...]] = {
         ("buckets", "packing=False", lambda c: not c.packing),
         (
             "download_dir download_gb",
-            "a packed set at a URL in config.data.train, or in a mixture",
+            "data at a URL",
             lambda c: any(
                 "://" in spec and not spec.startswith("file://")
-                for spec in (c.train, *(source.train for source in c.mixture.values()))
+                for spec in (c.train, c.eval, *(source.train for source in c.mixture.values()))
             ),
         ),
         (

@@ -275,6 +275,7 @@ class RemoteFolder:
         file: pathlib.Path,
         size: int,
         advice: str = "set TMPDIR to a folder with room for a checkpoint",
+        md5: str = "",
     ) -> None:
         """Write what the store holds to a local file.
 
@@ -283,10 +284,11 @@ class RemoteFolder:
             file: in a folder that exists.
             size: bytes that the store lists.
             advice: see ``local_disk``.
+            md5: in base64, of what comes; "": not known.
 
         Raises:
             FileNotFoundError: there is none.
-            StoreError: what comes is not as long as the store says, or this machine's disk is full.
+            StoreError: what comes is not what the store lists, or this machine's disk is full.
         """
         path = self._path(name)
 
@@ -295,6 +297,10 @@ class RemoteFolder:
                 self._fs.get_file(path, str(file))
             if file.stat().st_size != size:
                 raise OtherBytes("its bytes are not as many as the store lists")
+            with file.open("rb") as opened:
+                found = hashlib.file_digest(opened, "md5").digest() if md5 else b""
+            if base64.b64encode(found).decode() != md5:
+                raise OtherBytes("its bytes are not those that the store lists")
 
         attempt(f"{path} is read", whole)
 

@@ -14,6 +14,7 @@ from jaxvlm.data.errors import DataError, Part, Problem
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
+from jaxvlm.data.sources import remote_files
 from jaxvlm.data.sources.conversation_formats import Record
 from jaxvlm.data.sources.member_names import is_video, local_path
 from jaxvlm.data.sources.tables import PACKED
@@ -152,7 +153,7 @@ def is_packed(spec: str, config: DataConfig) -> bool:
     With a format of the user's own, a URL is whatever that format takes.
     """
     if is_remote(spec):
-        return not config.format.target
+        return not config.format.target and not remote_files.is_files(spec)
     return bool(spec) and (local_path(spec) / PACKED).is_file()
 
 
@@ -163,7 +164,7 @@ def packed_data(config: DataConfig) -> list[str]:
 
 
 def is_remote(spec: str) -> bool:
-    """Whether a data file's name is a URL: in stores there are packed sets alone."""
+    """Whether the name of data is a URL of something that is not on this machine."""
     return "://" in spec and not spec.startswith("file://")
 
 

@@ -244,9 +244,8 @@ def _bytes_of(spec: str) -> bytes:
         raise DataError(str(error)) from None
     except FileNotFoundError:
         raise DataError(
-            f"{spec} has no {PACKED}: of stores, the sets that `jaxvlm data pack` makes are read; "
-            "copy other data to this machine, or mount them (a PersistentVolume, a FUSE mount of "
-            "the bucket)"
+            f"{spec} has no {PACKED}: of stores, the sets that `jaxvlm data pack` makes are read, "
+            f"and files of records by their names, such as {spec}/*.parquet"
         ) from None
 
 

@@ -58,7 +58,7 @@ def of(url: str, name: str, files: Mapping[str, Sequence[Any]], config: DataConf
         DataError: a file of images is not as long as it was.
         StoreError: the store does not answer, or gives no parts of files.
     """
-    folder = _root(config) / name
+    folder = root(config) / name
     known = _OPEN.get((url, str(folder)))
     if known is None:
         known = Copies(url, folder, files)
@@ -71,7 +71,8 @@ def of(url: str, name: str, files: Mapping[str, Sequence[Any]], config: DataConf
     return known
 
 
-def _root(config: DataConfig) -> pathlib.Path:
+def root(config: DataConfig) -> pathlib.Path:
+    """The folder of copies on this machine."""
     if config.download_dir:
         return pathlib.Path(config.download_dir).expanduser()
     kept = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -173,7 +174,7 @@ class Copies:
     def _copy(self, name: str) -> None:
         path, (size, digest) = self.folder / name, self._files[name]
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path) as partial:
+        with alone(path) as partial:
             if self._is_here(name):
                 return  # by another process, meanwhile
             for pause in (*PAUSES, None):
@@ -298,7 +299,7 @@ class Copies:
 
 
 @contextlib.contextmanager
-def _alone(path: pathlib.Path) -> Iterator[pathlib.Path]:
+def alone(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """The file in which this process, alone on its host, writes what is renamed to ``path``.
 
     Other hosts, which locks may not reach, have files of their own.

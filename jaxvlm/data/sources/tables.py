@@ -17,6 +17,7 @@ from jaxvlm.data.sources import (
     json_files,
     mds,
     members,
+    remote_files,
     webdataset,
 )
 from jaxvlm.data.sources.compressed import kind_of
@@ -71,9 +72,9 @@ def read(
     Args:
         spec: ``FILE.jsonl``, ``.json``, ``.csv`` or ``.tsv``, each also with ``.gz`` or ``.zst``;
             ``.parquet``, ``.arrow``, ``.tar``, ``.mds`` or ``.array_record``; a pattern such as
-            ``shards/*.tar``; or a folder.
-        config: data settings; of these, ``image_root``, ``tsv_quoting`` and ``column_mapping`` are
-            read.
+            ``shards/*.tar``; or a folder. At URLs, files and patterns: see ``remote_files``.
+        config: data settings; of these, ``image_root``, ``tsv_quoting``, ``column_mapping`` and
+            ``download_dir`` are read.
         named: names of other sources, for messages.
         texts: fields that are text, also where a cell of a CSV looks like JSON.
 
@@ -83,6 +84,8 @@ def read(
     Raises:
         DataError: a file as a whole can't be used.
     """
+    if remote_files.is_files(spec):
+        spec = remote_files.local(spec, config)
     paths = _paths(spec, named)
     base = pathlib.Path(os.path.commonpath([path.parent for path in paths]))
     is_set = paths[0].parent == pathlib.Path(spec).expanduser()  # its files are no tasks
@@ -106,9 +109,9 @@ def _paths(spec: str, named: Iterable[str]) -> list[pathlib.Path]:
     path = local_path(spec)
     if "://" in spec and not spec.startswith("file://"):
         raise DataError(
-            f"{spec}: data are read from files; copy them to this machine, or mount them (a "
-            "PersistentVolume, a FUSE mount of the bucket). Of stores, config.data.train reads the "
-            "sets that `jaxvlm data pack` makes"
+            f"{spec}: of stores, files are read, or patterns of them, and the sets that `jaxvlm "
+            "data pack` makes; copy other data to this machine, or mount them (a PersistentVolume, "
+            "a FUSE mount of the bucket)"
         )
     if path.name == PACKED:
         raise DataError(f"{spec}: name the folder of the packed set, {path.parent}")
