@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import pathlib
@@ -111,7 +110,7 @@ def _check_flags(values: flags.FlagValues) -> None:
 
 
 def _draw(values: flags.FlagValues, reports: list[Any]) -> None:
-    if values.plot:
+    if values.plot and reports:
         from jaxvlm.data import check_plot
 
         check_plot.draw(reports, values.plot)
@@ -122,7 +121,7 @@ def _checked(values: flags.FlagValues, spec: str) -> Any:
     """Validate a file: as pairs if the recipe trains embeddings, else as conversations."""
     from jaxvlm.config import Config, ConfigError, formats_of, from_config_dict, refuse_unread_by
     from jaxvlm.data import validate
-    from jaxvlm.data.conversations.mixture_records import of_source
+    from jaxvlm.data.conversations.mixture_records import of_file
     from jaxvlm.data.sources import conversation_formats
     from jaxvlm.losses.registry import trains_embeddings
     from jaxvlm.trainer import embedding_run
@@ -132,16 +131,13 @@ def _checked(values: flags.FlagValues, spec: str) -> Any:
         refuse_unread_by(settings["config"], formats_of(settings["config"], spec))
         return validate.validate(spec, look_alikes=values.look_alikes, **settings)
     config: Config = from_config_dict(values.config)
-    names, whole = (spec, config.data.train, config.data.eval), os.path.abspath(spec)
+    names = (spec, config.data.train, config.data.eval)
     refuse_unread_by(config.data, formats_of(config.data, *names))
     if trains_embeddings(config):
         if values.look_alikes >= 0 or values.plot:
             raise ConfigError("--look_alikes and --plot are for conversations, not for pairs")
         return embedding_run.validate_file(config, spec)
-    same = (x for x in config.data.mixture.values() if os.path.abspath(x.train) == whole)
-    source = next(same, None)
-    data = of_source(config.data, source) if source else config.data
-    config = dataclasses.replace(config, data=dataclasses.replace(data, mixture={}))
+    config = dataclasses.replace(config, data=of_file(config.data, spec))
     read = conversation_formats.read(spec, config.data)
     how, _ = _of_recipe(config, read[0])
     return validate.validate(spec, look_alikes=values.look_alikes, given=read, **how)
@@ -197,26 +193,22 @@ def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
     names = [name for name, x in config.data.mixture.items() if not is_packed(x.train, config.data)]
     outputs = {name: f"{values.output.rstrip('/')}/{name}" for name in names}
     outputs = outputs or {"": values.output}
-    with contextlib.ExitStack() as stack:
-        folders = {
-            name: stack.enter_context(packed_files.new_folder(output))
-            for name, output in outputs.items()
-        }
-        prepared = inputs.prepare_conversations(config, None)
-        whole = prepared.dataset.content
-        contents = dict(zip(config.data.mixture, whole.sources)) or {"": whole}
-        reports = {
-            name: _write_set(folder, contents[name], prepared, values.shard_mb * 2**20)
-            for name, folder in folders.items()
-        }
-    for name, report in reports.items():
+    for output in outputs.values():
+        packed_files.refuse_existing(output)
+    prepared = inputs.prepare_conversations(config, None)
+    whole, reports = prepared.dataset.content, {}
+    contents = dict(zip(config.data.mixture, whole.sources)) or {"": whole}
+    for name, output in outputs.items():
+        with packed_files.new_folder(output) as folder:
+            report = _write_set(folder, contents[name], prepared, values.shard_mb * 2**20)
         print(
-            f"{outputs[name]}: {report['records']:,} records, {report['images']:,} images, "
+            f"{output}: {report['records']:,} records, {report['images']:,} images, "
             f"{report['sequences']:,} packed sequences, {report['bytes'] / 2**20:,.1f} MiB; "
             f"{report['left_out']:,} records are left out"
         )
-    for name, output in outputs.items() if names else ():
-        print(f"--config.data.mixture.{name}.train={output}")
+        if names:
+            print(f"--config.data.mixture.{name}.train={output}")
+        reports[name] = report
     return {"sources": reports} if names else reports[""]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import pathlib
@@ -15,6 +14,7 @@ from absl import flags
 from jaxvlm.config import Config, ConfigError, DataConfig, from_config_dict
 from jaxvlm.data import fetch
 from jaxvlm.data.conversations import mixture_records
+from jaxvlm.data.conversations.content import is_packed
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources import conversation_formats, fetched, pair_formats
 from jaxvlm.losses.registry import trains_embeddings
@@ -75,6 +75,13 @@ def _fetched(urls: dict[str, str], folder: pathlib.Path, limits: fetch.Limits) -
         found = fetch.fetch(urls, folder, limits, said)
         lines = [json.dumps({"url": url, "reason": x}) + "\n" for url, x in found.failed.items()]
         (folder / "failed.jsonl").write_text("".join(lines), encoding="utf-8")
+        paths = {url: fetched.path_of(folder, url).relative_to(folder) for url in urls}
+        kept = [
+            json.dumps({"url": url, "file": str(path)}) + "\n"
+            for url, path in paths.items()
+            if url not in found.failed
+        ]
+        (folder / "kept.jsonl").write_text("".join(kept), encoding="utf-8")
     except OSError as error:
         where = error.filename or folder
         raise DataError(f"{where} can't be written: {error.strerror or error}") from None
@@ -109,10 +116,10 @@ def _urls(config: Config, spec: str, folder: pathlib.Path) -> tuple[dict[str, st
 
 def _data(config: DataConfig, spec: str) -> Iterable[tuple[str, DataConfig]]:
     """Files to read, and the settings by which they are."""
-    if spec:
-        yield spec, dataclasses.replace(config, mixture={})
-        return
-    for name in filter(None, (config.train, config.eval)):
-        yield name, dataclasses.replace(config, mixture={})
-    for source in config.mixture.values():
-        yield source.train, mixture_records.of_source(config, source)
+    names = [spec] if spec else filter(None, (config.train, config.eval))
+    for name in names:
+        if spec or not is_packed(name, config):
+            yield name, mixture_records.of_file(config, name)
+    for source in config.mixture.values() if not spec else ():
+        if not is_packed(source.train, config):
+            yield source.train, mixture_records.of_source(config, source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -105,6 +106,11 @@ READING = sorted(frozenset().union(*READ_BY.values()))
 _OWN = ("dict", "Record", "Example")
 
 
+def without_shard(name: str) -> str:
+    """A file's name without the number of a shard, as TensorFlow Datasets ends names."""
+    return re.sub(r"(?<=\.array_record)-\d+-of-\d+$", "", name)
+
+
 def formats_of(data: DataConfig, *specs: str) -> set[str]:
     """The formats, keys of ``READ_BY``, that data are read in, as far as their names say.
 
@@ -117,7 +123,7 @@ def formats_of(data: DataConfig, *specs: str) -> set[str]:
     out: set[str] = set()
     for spec in filter(None, specs):
         name = spec.partition(":")[0]
-        file = pathlib.PurePath(spec)
+        file = pathlib.PurePath(without_shard(spec))
         compressed = file.suffix.lower() in (".gz", ".zst")
         suffix = (file.with_suffix("") if compressed else file).suffix.lower()
         found = name if name in READ_BY else suffix

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import http.client
-import io
 import ipaddress
 import os
 import pathlib
-import re
 import shutil
 import socket
 import ssl
@@ -26,17 +25,22 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from PIL import Image
-
 import jaxvlm
+from jaxvlm.data.errors import ImageError
+from jaxvlm.data.images import image_files
 from jaxvlm.data.sources import fetched
+from jaxvlm.data.sources.partial_files import remove_left_over
 
 PAUSES = (1.0, 5.0, 20.0)
 """Seconds before a request is made again that was refused for a while, or cut short."""
 _LONGEST_PAUSE = 60.0
 """What a server may ask for, at most, by Retry-After."""
 _DEADLINE = 900.0
-"""Seconds that one file may take, however slowly it comes."""
+"""Seconds that one file may take with all its tries, however slowly it comes."""
+_MOVES = 5
+"""How often a server may send a request on."""
+_LARGEST = 100_000_000
+"""Pixels of an image, at most."""
 _BLOCK = 2**18
 
 
@@ -107,30 +111,34 @@ def fetch(
                 return str(error)
             return ""
 
-        # Few are handed over at a time, so that an interruption is not waited for.
-        with concurrent.futures.ThreadPoolExecutor(limits.workers) as pool:
-            for done, (url, reason) in enumerate(_in_order(pool, get, wanted), 1):
-                if reason:
-                    failed[url] = reason
-                said(done, len(failed))
+        for done, (url, reason) in enumerate(_in_order(get, wanted, limits.workers), 1):
+            if reason:
+                failed[url] = reason
+            said(done, len(failed))
     return Fetched(len(wanted) - len(failed), len(urls) - len(wanted), failed)
 
 
 def _in_order(
-    pool: concurrent.futures.Executor, get: Callable[[str], str], urls: list[str]
+    get: Callable[[str], str], urls: list[str], workers: int
 ) -> Iterator[tuple[str, str]]:
+    """Call for each URL in threads; after an error, those that wait are not begun."""
     waiting: dict[concurrent.futures.Future[str], str] = {}
-    left = iter(urls)
-    while True:
-        for url in left:
-            waiting[pool.submit(get, url)] = url
-            if len(waiting) >= 64:
-                break
-        if not waiting:
-            return
-        done, _ = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
-        for future in done:
-            yield waiting.pop(future), future.result()
+    left, pool = iter(urls), concurrent.futures.ThreadPoolExecutor(workers)
+    try:
+        while True:
+            for url in left:
+                waiting[pool.submit(get, url)] = url
+                if len(waiting) >= 2 * workers:
+                    break
+            if not waiting:
+                return
+            done, _ = concurrent.futures.wait(
+                waiting, return_when=concurrent.futures.FIRST_COMPLETED
+            )
+            for future in done:
+                yield waiting.pop(future), future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class _Asked:
@@ -143,46 +151,21 @@ class _Asked:
 
     def __init__(self, limits: Limits, partial: pathlib.Path):
         self._limits, self._partial = limits, partial
-        self._public: dict[str, bool] = {}
-        self._opener = urllib.request.build_opener(_Redirects(self.check))
-
-    def check(self, url: str) -> None:
-        """Raise Refused for what is not to be asked for."""
-        host = _host(url)
-        scheme = url.partition(":")[0].lower()
-        if scheme not in ("http", "https") or not host:
-            raise Refused("not an http:// or https:// URL")
-        named = [pattern for pattern in self._limits.hosts if _matches(host, pattern)]
-        if not named:
-            raise Refused(f"{host} is not in --hosts")
-        if host not in named and not self._is_public(host):
-            raise Refused(f"{host} has no public address; --hosts has to name it as it is")
-
-    def _is_public(self, host: str) -> bool:
-        if urllib.request.getproxies() and not urllib.request.proxy_bypass(host):
-            return True  # a proxy asks, and knows addresses that this machine does not
-        if host not in self._public:
-            try:
-                found = socket.getaddrinfo(host, None)
-            except OSError:
-                raise Refused("a host that is not known") from None
-            addresses = [ipaddress.ip_address(str(x[4][0]).partition("%")[0]) for x in found]
-            self._public[host] = all(address.is_global for address in addresses)
-        return self._public[host]
+        self._hosts = [pattern.lower().rstrip(".") for pattern in limits.hosts]
+        self._opener = urllib.request.build_opener(_Http, _Https, _Moves)
 
     def get(self, url: str, article: str, path: pathlib.Path) -> None:
         """Keep what a URL gives; raises Refused."""
+        end = time.monotonic() + _DEADLINE
         for pause in (*PAUSES, None):
             try:
-                self.check(url)
-                data = self._read(url)
+                data = self._read(url, end)
                 break
             except _Busy as error:
-                if pause is None:
+                if pause is None or time.monotonic() > end:
                     raise Refused(str(error)) from None
                 time.sleep(min(max(pause, error.asked), _LONGEST_PAUSE))
-        if article == "an image":
-            _check_image(data)
+        _check(data, article)
         path.parent.mkdir(exist_ok=True)
         own = self._partial / f"{path.name}-{threading.get_ident()}"
         with open(own, "wb") as file:
@@ -191,43 +174,69 @@ class _Asked:
             os.fsync(file.fileno())
         os.replace(own, path)
 
-    def _read(self, url: str) -> bytes:
-        most = self._limits.max_bytes
-        request = urllib.request.Request(_quoted(url), headers=_HEADERS)
-        end = time.monotonic() + _DEADLINE
+    def _read(self, url: str, end: float) -> bytes:
+        for _ in range(_MOVES + 1):
+            try:
+                with self._opener.open(self._request(url), timeout=self._limits.timeout) as answer:
+                    return self._content(answer, end)
+            except (Refused, _Busy):
+                raise
+            except _Moved as moved:
+                url = urllib.parse.urljoin(url, moved.place)
+            except urllib.error.HTTPError as error:
+                with error:
+                    if error.code in (408, 425, 429) or error.code >= 500:
+                        asked = _number(error.headers.get("Retry-After"))
+                        raise _Busy(f"HTTP {error.code}", asked or 0) from None
+                    raise Refused(f"HTTP {error.code}") from None
+            except Exception as error:  # names and answers of strangers raise all kinds
+                inside = error.reason if isinstance(error, urllib.error.URLError) else error
+                raise _of_connection(inside) from None
+        raise Refused("sent on too often")
+
+    def _request(self, url: str) -> urllib.request.Request:
+        """A request that may be made; raises Refused."""
         try:
-            with self._opener.open(request, timeout=self._limits.timeout) as answer:
-                size = answer.headers.get("Content-Length", "")
-                length = int(size) if size.isdigit() else None
-                if (length or 0) > most:
-                    raise Refused(_TOO_LARGE)
-                if answer.headers.get_content_type() in ("text/html", "application/xhtml+xml"):
-                    raise Refused("a web page, and not a file")
-                blocks, count = [], 0
-                while block := answer.read(_BLOCK):
-                    blocks.append(block)
-                    count += len(block)
-                    if count > most:
-                        raise Refused(_TOO_LARGE)
-                    if time.monotonic() > end:
-                        raise _Busy(f"not there after {_DEADLINE:.0f} s")
-                if length is not None and count != length:
-                    raise _Busy("an answer that was cut short")
-                return b"".join(blocks)
-        except urllib.error.HTTPError as error:
-            with error:
-                if error.code in (408, 425, 429) or error.code >= 500:
-                    asked = str(error.headers.get("Retry-After") or "")
-                    raise _Busy(
-                        f"HTTP {error.code}", int(asked) if asked.isdigit() else 0
-                    ) from None
-                raise Refused(f"HTTP {error.code}") from None
-        except urllib.error.URLError as error:
-            raise _of_connection(error.reason) from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise _of_connection(error) from None
+            parts = urllib.parse.urlsplit(url.strip())
+            host, _ = (parts.hostname or "").rstrip("."), parts.port
+            quoted = _quoted(parts)
+        except ValueError:
+            raise Refused(_NO_URL) from None
+        if parts.scheme.lower() not in ("http", "https") or not host or parts.username is not None:
+            raise Refused(_NO_URL)
+        named = [pattern for pattern in self._hosts if _matches(host, pattern)]
+        if not named:
+            raise Refused(f"{host} is not in --hosts")
+        request = _Request(quoted, headers=_HEADERS)
+        if host not in named:
+            proxy = urllib.request.getproxies().get(parts.scheme.lower())
+            if proxy and not urllib.request.proxy_bypass(host):
+                with contextlib.suppress(ValueError):  # a name, whose address the proxy knows
+                    _refuse_private(host.strip("[]"), host)
+            else:
+                request.public = True
+        return request
+
+    def _content(self, answer: Any, end: float) -> bytes:
+        most, length = self._limits.max_bytes, _number(answer.headers.get("Content-Length"))
+        if (length or 0) > most:
+            raise Refused(_TOO_LARGE)
+        if answer.headers.get_content_type() in ("text/html", "application/xhtml+xml"):
+            raise Refused("a web page, and not a file")
+        blocks, count = [], 0
+        while block := answer.read1(_BLOCK):
+            blocks.append(block)
+            count += len(block)
+            if count > most:
+                raise Refused(_TOO_LARGE)
+            if time.monotonic() > end:
+                raise _Busy(f"not there after {_DEADLINE:.0f} s")
+        if length is not None and count != length:
+            raise _Busy("an answer that was cut short")
+        return b"".join(blocks)
 
 
+_NO_URL = "not an http:// or https:// URL, or one with a password"
 _TOO_LARGE = "larger than --max_mb"
 _HEADERS = {
     "User-Agent": f"jaxvlm/{jaxvlm.__version__} (data fetch)",
@@ -249,46 +258,122 @@ class _Busy(Exception):
         self.asked = asked
 
 
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows to hosts that may be asked."""
+class _Request(urllib.request.Request):
+    public = False
+    """Whether only a public address may be asked."""
 
-    def __init__(self, check: Callable[[str], None]):
-        self._check = check
 
-    def redirect_request(self, *args: Any) -> urllib.request.Request | None:
-        self._check(args[-1])
-        return super().redirect_request(*args)
+class _Moved(Exception):
+    """An answer that names another place."""
+
+    def __init__(self, place: str):
+        super().__init__(place)
+        self.place = place
+
+
+class _Moves(urllib.request.HTTPRedirectHandler):
+    """Leaves it to the caller to follow, who checks where to; the answer's body is not read."""
+
+    def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
+        fp.close()
+        place = headers.get("Location")
+        if not place:
+            raise Refused(f"HTTP {code}")
+        raise _Moved(place)
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
+
+def _connection(of: type[Any], public: bool, *args: Any, **more: Any) -> Any:
+    """A connection that is closed before anything is sent where its address is not public."""
+
+    class Checked(of):
+        def connect(self) -> None:
+            if not public:
+                super().connect()
+                return
+            make = socket.create_connection
+
+            def made(*given: Any, **options: Any) -> socket.socket:
+                found = make(*given, **options)
+                try:
+                    _refuse_private(str(found.getpeername()[0]), self.host)
+                except BaseException:
+                    found.close()
+                    raise
+                return found
+
+            self._create_connection = made
+            super().connect()
+
+    return Checked(*args, **more)
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, req: Any) -> Any:
+        public = getattr(req, "public", False)
+        make = functools.partial(_connection, http.client.HTTPConnection, public)
+        return self.do_open(make, req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, req: Any) -> Any:
+        public, context = getattr(req, "public", False), ssl.create_default_context()
+        make = functools.partial(_connection, http.client.HTTPSConnection, public)
+        return self.do_open(make, req, context=context)
+
+
+_WITH_IPV4 = [
+    ipaddress.ip_network(x) for x in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "::/96")
+]
+"""Addresses of IPv6 that lead to one of IPv4: NAT64, 6to4, and the compatible ones."""
+
+
+def _refuse_private(address: str, host: str) -> None:
+    """Raise Refused for an address that is not a public one; ValueError where it is none."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    inside = getattr(found, "ipv4_mapped", None)
+    found = inside or found
+    if not found.is_global or found.is_multicast or any(found in x for x in _WITH_IPV4):
+        raise Refused(f"{host} has no public address; --hosts has to name it as it is")
+
+
+def _number(text: Any) -> int | None:
+    """A header's number; ``None`` for anything else."""
+    text = str(text)
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else None
 
 
 def _of_connection(error: Any) -> Exception:
     """What a failed connection means; the text has no address, so that one fault is one reason."""
+    if isinstance(error, Refused):
+        return error
     if isinstance(error, TimeoutError):
         return _Busy("no answer in --timeout_s")
     if isinstance(error, socket.gaierror):
-        return Refused("a host that is not known")
+        late = error.errno == socket.EAI_AGAIN
+        return (_Busy if late else Refused)("a host that is not known")
     if isinstance(error, ssl.SSLCertVerificationError):
         return Refused("a certificate that is not valid")
-    if isinstance(error, ValueError) and not isinstance(error, OSError):
-        return Refused("not an http:// or https:// URL")
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    if isinstance(error, http.client.InvalidURL | UnicodeError):
+        return Refused(_NO_URL)
+    text = getattr(error, "strerror", None) or type(error).__name__
     return _Busy(str(text)[:80])
 
 
 def _host(url: str) -> str:
     try:
-        return (urllib.parse.urlsplit(url).hostname or "").rstrip(".")
+        return (urllib.parse.urlsplit(url.strip()).hostname or "").rstrip(".")
     except ValueError:
         return ""
 
 
 def _matches(host: str, pattern: str) -> bool:
-    pattern = pattern.lower().rstrip(".")
     return pattern in ("*", host) or (pattern.startswith("*.") and host.endswith(pattern[1:]))
 
 
-def _quoted(url: str) -> str:
+def _quoted(parts: urllib.parse.SplitResult) -> str:
     """A URL whose characters beyond ASCII, and spaces, are escaped, as browsers do it."""
-    parts = urllib.parse.urlsplit(url.strip())
     host = parts.netloc
     if not host.isascii():
         host = host.encode("idna").decode()
@@ -297,28 +382,29 @@ def _quoted(url: str) -> str:
     return urllib.parse.urlunsplit((parts.scheme, host, path, query, ""))
 
 
-def _check_image(data: bytes) -> None:
-    """Refuse bytes that begin as no image does; a damaged one is found when it is decoded."""
-    try:
-        with Image.open(io.BytesIO(data)):
-            pass
-    except Image.DecompressionBombError:
-        pass  # data.max_pixels is about it
-    except (OSError, ValueError, SyntaxError):
-        raise Refused("not an image") from None
+_TINY = image_files.squares(8)
+
+
+def _check(data: bytes, article: str) -> None:
+    """Refuse what is no image, or is damaged; of videos, what is empty or a text."""
+    if not data:
+        raise Refused("an empty file")
+    if article == "an image":
+        try:
+            image_files.decode(data, _TINY, _LARGEST)
+        except ImageError as error:
+            raise Refused(str(error)) from None
+    elif data.lstrip()[:1] in (b"<", b"{"):
+        raise Refused("a text, and not a video")
 
 
 @contextlib.contextmanager
 def _partial_folder(root: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder in another, for files that are not whole yet; those of dead processes go."""
-    host = socket.gethostname()
-    of_host = re.compile(re.escape(f"partial-{host}-") + r"(\d+)")
-    own = root / f"partial-{host}-{os.getpid()}"
+    prefix = f"partial-{socket.gethostname()}-"
+    own = root / f"{prefix}{os.getpid()}"
     root.mkdir(parents=True, exist_ok=True)
-    for path in root.iterdir():
-        found = of_host.fullmatch(path.name)
-        if found and not os.path.exists(f"/proc/{found[1]}"):
-            shutil.rmtree(path, ignore_errors=True)
+    remove_left_over(root, prefix)
     own.mkdir(exist_ok=True)
     try:
         yield own

@@ -13,7 +13,7 @@ from jaxvlm.config import DataConfig
 from jaxvlm.data.conversations import mixture_records, packed_set, tokenize
 from jaxvlm.data.conversations.content import ModelInputs, select, validate_settings
 from jaxvlm.data.conversations.mixture import MixtureOrder
-from jaxvlm.data.errors import DataError, ImageError, Problem
+from jaxvlm.data.errors import MIXTURE, DataError, ImageError, Problem
 from jaxvlm.data.image_inputs import ImageCache, ImageInputs
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
@@ -242,15 +242,18 @@ def validate_mixture(
         settings = mixture_records.of_source(config, source)
         if name not in read:
             settings = mixture_records.packed_source(config, source)
-            packed = packed_set.open_set(source.train, settings, how["chat_tokenizer"], inputs)
+            try:
+                packed = packed_set.open_set(source.train, settings, how["chat_tokenizer"], inputs)
+            except DataError as error:
+                raise DataError(f"{MIXTURE}.{name}: {error}") from None
             lines.append(f"{name}: {source.train}: {len(packed.records):,} records, packed")
-            pieces.append((packed.pieces, packed.sequences))
+            pieces.append((packed.pieces, packed.sequences, packed.tokens))
             continue
         report = validate(source.train, settings, **how, given=read[name])
         reports.append(dataclasses.replace(report, name=f"{name}: {source.train}"))
         records = tokenize.split_turns(read[name][0], config.loss_turns)
         chosen = select(records, settings, how["chat_tokenizer"], inputs)
-        pieces.append((chosen.pieces, None))
+        pieces.append((chosen.pieces, None, int(chosen.pieces.num_tokens.sum())))
     try:
         order = MixtureOrder(pieces, config, seed)
     except DataError as error:

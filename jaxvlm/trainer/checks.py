@@ -23,6 +23,7 @@ from jaxvlm.config import (
 from jaxvlm.data.conversations import packing
 from jaxvlm.data.conversations.content import is_packed, is_remote, packed_data
 from jaxvlm.data.conversations.mixture_records import SOURCE_SETTINGS
+from jaxvlm.data.conversations.packed_set import OF_READING
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
 from jaxvlm.stores.object_store import check_scheme
@@ -139,6 +140,8 @@ def check_data(config: Config) -> None:
                 f"{name}={spec!r} {what}, which only training data of a run that trains tokens can "
                 "be; name a file of records on this machine"
             )
+    if mixture and len(packed_data(data)) == len(mixture) and not data.eval:
+        refuse_changed(data, OF_READING, "config.data", "by a mixture of packed sets")
     specs = [data.train, data.eval, *(source.train for source in mixture.values())]
     refuse_unread_by(data, formats_of(data, *specs))
     groups: dict[str, Any] = {"config.data": data}

@@ -122,6 +122,37 @@ def test_an_image_of_a_changed_file_is_not_read(tmp_path):
             members.read(str(odd._replace(place=place, file=str(EXAMPLES))))
 
 
+def test_a_text_that_looks_like_json_is_a_text(tmp_path):
+    rows = [
+        {"question": "where?", "answer": "[0.1, 0.2]"},
+        {"question": '{"x": 1}', "answer": '["a cat"]'},
+    ]
+    path = tmp_path / "a.array_record"
+    write(path, [example(row) for row in rows])
+    records, problems = read(str(path))
+    assert not problems
+    assert [[turn.content for turn in record.turns] for record in records] == [
+        [row["question"], row["answer"]] for row in rows
+    ]
+    config = DataConfig(column_mapping=(("where", "question"),))
+    write(path, [example({"where": "[1]", "answer": "{}"})])
+    (record,), _ = read(str(path), config)
+    assert [turn.content for turn in record.turns] == ["[1]", "{}"]
+
+
+def example(row):
+    """A tf.train.Example of texts, encoded by hand."""
+
+    def part(number, data):
+        return bytes([number << 3 | 2, len(data)]) + data
+
+    entries = b""
+    for name, text in row.items():
+        value = part(1, part(1, text.encode()))
+        entries += part(1, part(1, name.encode()) + part(2, value))
+    return part(1, entries)
+
+
 def test_features_named_as_other_fields(tmp_path):
     config = DataConfig(column_mapping=(("question", "caption"),), ignored_fields=("answer",))
     records, _ = conversation_formats.read(str(EXAMPLES), config)

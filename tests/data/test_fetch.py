@@ -1,10 +1,14 @@
 """`jaxvlm data fetch` against a web server on loopback that is late, cut, refusing and lying."""
 
+import contextlib
 import http.server
 import io
 import json
+import os
 import pathlib
+import socket
 import threading
+import time
 from typing import ClassVar
 
 import numpy as np
@@ -76,6 +80,30 @@ class Server(http.server.BaseHTTPRequestHandler):
             self.answer(302, Location="file:///etc/hostname")
         elif name == "circle":
             self.answer(302, Location=self.path)
+        elif name == "empty":
+            self.answer(200)
+        elif name == "half":
+            self.answer(200, png(1)[:50], length="none")
+        elif name == "nowhere":
+            self.answer(302)
+        elif name == "odd":
+            self.answer(503, Retry_After="\u00b2")
+        elif name == "flood":
+            self.send_response(302)
+            self.send_header("Location", "http://localhost:1/7.png")
+            self.send_header("Content-Length", str(10**12))
+            self.end_headers()
+            self.close_connection = True
+        elif name == "drip":
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(1000):
+                    self.wfile.write(b"x")
+                    self.wfile.flush()
+                    time.sleep(0.02)
+            self.close_connection = True
         elif name == "reset":
             self.close_connection = True
         else:
@@ -85,8 +113,8 @@ class Server(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr(fetch, "PAUSES", (0.0, 0.0, 0.0))
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
     Server.asked = {}
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as own:
         threading.Thread(target=own.serve_forever, daemon=True).start()
@@ -128,9 +156,14 @@ def test_what_fails_for_a_while_is_asked_for_again(server, tmp_path, name):
         ("large", "larger than --max_mb", 1),
         ("endless", "larger than --max_mb", 1),
         ("away", "localhost is not in --hosts", 1),
-        ("file", "HTTP 302", 1),
+        ("file", "not an http:// or https:// URL", 1),
         ("reset", "", 4),
-        ("circle", "", 0),
+        ("circle", "sent on too often", 6),
+        ("empty", "an empty file", 1),
+        ("half", "truncated file", 1),
+        ("nowhere", "HTTP 302", 1),
+        ("odd", "HTTP 503", 4),
+        ("flood", "localhost is not in --hosts", 1),
     ],
 )
 def test_what_fails_for_good_is_named_and_nothing_is_kept(server, tmp_path, name, reason, asked):
@@ -156,9 +189,92 @@ def test_hosts_that_may_be_asked(server, tmp_path):
     assert not Server.asked
     assert get(tmp_path, one, limits=ANY._replace(hosts=("*", "127.0.0.1"))).new == 1
     assert fetch._matches("a.b.org", "*.b.org") and not fetch._matches("b.org", "*.b.org")
-    assert fetch._matches("b.org", "B.org.") and not fetch._matches("ab.org", "b.org")
-    odd = ["http://", "http://[::1", "https:///x.png", "http://x\u0000y/"]
-    assert set(get(tmp_path, *odd, limits=ANY._replace(hosts=("*",))).failed) == set(odd)
+    assert fetch._matches("b.org", "b.org") and not fetch._matches("ab.org", "b.org")
+    assert get(tmp_path, f"{server}/2.png", limits=ANY._replace(hosts=("127.0.0.1.",))).new == 1
+    odd = [
+        *("http://", "http://[::1", "https:///x.png", "http://x\u0000y/", "http://a..b/x.png"),
+        *(f"http://{'a' * 70}.org/", f"http://{'ä' * 70}.org/", "http://a.org/\ud800.png"),
+        *("http://user:secret@a.org/", "http://a.org:x/", "http://a.org:99999/", "HTTP://:80/"),
+    ]
+    found = get(tmp_path, *odd, limits=ANY._replace(hosts=("*", "a.org")))
+    assert set(found.failed) == set(odd)
+    assert not any("secret" in reason for reason in found.failed.values())
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"no_proxy": "foo.example"}, {"https_proxy": "http://127.0.0.1:1"}],
+    ids=lambda x: next(iter(x)),
+)
+def test_proxies_of_others_open_no_private_address(server, tmp_path, monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    url = f"{server}/1.png"
+    found = get(tmp_path, url, limits=ANY._replace(hosts=("*",)))
+    assert "has no public address" in found.failed[url] and not Server.asked
+
+
+def test_a_literal_private_address_is_not_asked_by_a_proxy(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("http_proxy", server)
+    monkeypatch.setenv("no_proxy", "")
+    urls = [f"http://{host}/1.png" for host in ("10.0.0.1", "[::1]", "169.254.169.254")]
+    found = get(tmp_path, *urls, limits=ANY._replace(hosts=("*",)))
+    assert all("has no public address" in found.failed[url] for url in urls)
+    assert not Server.asked
+
+
+def test_the_address_that_is_connected_to_is_checked(server, tmp_path, monkeypatch):
+    """A name may have another address when it is asked for again."""
+    make = socket.create_connection
+
+    def to_this_machine(address, *args, **more):
+        return make(("127.0.0.1", address[1]), *args, **more)
+
+    monkeypatch.setattr(socket, "create_connection", to_this_machine)
+    port = server.rpartition(":")[2]
+    url = f"http://images.example.org:{port}/1.png"
+    found = get(tmp_path, url, limits=ANY._replace(hosts=("*.example.org",)))
+    assert "has no public address" in found.failed[url] and not Server.asked
+    assert get(tmp_path, url, limits=ANY._replace(hosts=("images.example.org",))).new == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("8.8.8.8", True), ("2606:4700::1111", True), ("127.0.0.1", False), ("10.1.2.3", False),
+        ("::1", False), ("::ffff:10.0.0.1", False), ("::ffff:8.8.8.8", True),
+        ("fe80::1%eth0", False),
+        ("64:ff9b::7f00:1", False), ("2002:7f00:1::", False), ("::127.0.0.1", False),
+        ("224.0.0.1", False), ("100.64.0.1", False),
+    ],
+)  # fmt: skip
+def test_public_addresses(address, public):
+    try:
+        fetch._refuse_private(address, "a")
+    except fetch.Refused:
+        assert not public
+    else:
+        assert public
+
+
+def test_a_file_that_drips_has_a_deadline(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch, "_DEADLINE", 0.2)
+    found = get(tmp_path, f"{server}/drip.png")
+    assert "not there after" in found.failed[f"{server}/drip.png"]
+    assert Server.asked["/drip.png"] == 1
+
+
+@pytest.mark.parametrize("name", ["empty", "page", "liar"])
+def test_what_is_no_video(server, tmp_path, name):
+    url = f"{server}/{name}.mp4"
+    assert get(tmp_path, url, kind="a video").failed[url]
+
+
+def test_an_error_ends_it_without_the_urls_that_wait(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch.os, "fsync", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(OSError, match="full"):
+        get(tmp_path, *(f"{server}/{i}.png" for i in range(500)))
+    assert len(Server.asked) < 50
 
 
 def test_names_beyond_ascii(server, tmp_path):
@@ -169,8 +285,6 @@ def test_names_beyond_ascii(server, tmp_path):
 
 
 def test_a_killed_fetch_leaves_nothing_that_is_read(server, tmp_path, monkeypatch):
-    import socket
-
     left = tmp_path / f"partial-{socket.gethostname()}-999999999"
     other = tmp_path / "partial-another.host-1"
     for folder in (left, other):
@@ -212,6 +326,8 @@ def test_from_records_to_a_check(server, tmp_path, capsys):
     assert run(["data", "fetch", str(file), *flags]) == 1
     shown = capsys.readouterr().out
     assert "3 files fetched, 0 were there, 1 failed" in shown and "HTTP 404" in shown
+    kept = [json.loads(x) for x in (tmp_path / "kept" / "kept.jsonl").open()]
+    assert len(kept) == 3 and all((tmp_path / "kept" / x["file"]).is_file() for x in kept)
     failed = [json.loads(x) for x in (tmp_path / "kept" / "failed.jsonl").open()]
     assert failed == [{"url": f"{server}/gone.png", "reason": "HTTP 404"}]
     config = DataConfig(train=str(file), fetched=str(tmp_path / "kept"))

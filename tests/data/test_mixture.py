@@ -87,7 +87,9 @@ def mixtures(draw, caps=False, budgets=False):
 
 
 def mixed(given, settings, seed=0):
-    return MixtureOrder([(pieces, None) for pieces in given], settings, seed)
+    return MixtureOrder(
+        [(pieces, None, int(pieces.num_tokens.sum())) for pieces in given], settings, seed
+    )
 
 
 def order_of(drawn, seed=0):

@@ -149,6 +149,36 @@ def test_what_was_left_out_counts_for_its_source(album, word_tokenizer, tmp_path
     assert [x.id for x in data.problems] == ["a/none"] and data.total == len(records) + 19
 
 
+def test_a_file_of_two_sources_is_one_image(album, word_tokenizer, tmp_path):
+    """As with all of them in one file: a cache keeps its tokens once."""
+    records = album(6)
+    files = mixture([records, records[:9]], word_tokenizer)
+    assert len(files.corpus.paths) == 6 and len(files.corpus.spans) == 6
+    own = packed(of_files(records, word_tokenizer, SIZES), tmp_path / "set")
+    both = mixture([records, records[:9], own], word_tokenizer)
+    assert len(both.corpus.paths) == 12
+    for i in range(len(files.corpus.first)):
+        assert files.corpus.images[i] == both.corpus.images[i]
+    assert files.usable() == list(range(len(files.records)))
+
+
+def test_damaged_counts_of_tokens_do_not_move_a_schedule(two, word_tokenizer, tmp_path):
+    sets = [packed(of_files(own, word_tokenizer, SIZES), tmp_path / f"{i}") for i, own in
+            enumerate(two)]  # fmt: skip
+    config = dataclasses.replace(
+        BASE, batch_size=4, mixture={
+            name: SourceConfig(train=path, tokens=300.0) for name, path in zip("ab", sets)
+        },
+    )  # fmt: skip
+    before = load_dataset(config, word_tokenizer, **SIZES).order
+    path = pathlib.Path(sets[0]) / "piece_num_tokens.npy"
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 0x40
+    path.write_bytes(content)
+    after = load_dataset(config, word_tokenizer, **SIZES).order
+    assert after.weights == before.weights and after.steps_per_epoch == before.steps_per_epoch
+
+
 def test_sets_of_other_settings_are_named(two, word_tokenizer, tmp_path):
     set_ = packed(of_files(two[0], word_tokenizer, SIZES), tmp_path / "set")
     with pytest.raises(DataError, match=r"mixture\.a: .*set was packed for other settings: data"):

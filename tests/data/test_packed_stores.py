@@ -23,6 +23,7 @@ from jaxvlm.cli.main import run
 from jaxvlm.data.conversations import packed_files
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources import downloads
+from jaxvlm.data.sources.member_names import Member
 from jaxvlm.stores import store_requests
 from jaxvlm.stores.errors import StoreError
 from jaxvlm.stores.object_store import RemoteFolder
@@ -138,6 +139,30 @@ def test_images_come_in_blocks(
     assert images_asked() - before <= blocks + 8  # some more for what was wrong
     assert_same(found, data, data.steps_per_epoch, data.steps_per_epoch)
     assert images_asked() - before <= blocks + 8
+
+
+@pytest.mark.parametrize("size", [3_000, 100_000, 160_000, 255_000, 300_000])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_no_byte_is_asked_for_twice(tmp_path, monkeypatch, size, shuffled):
+    """Wherever the ends of blocks are in images."""
+    monkeypatch.setattr(downloads, "_BLOCK", 2**18)
+    rng = np.random.default_rng(0)
+    whole = rng.integers(0, 256, 4_000_000, np.uint8).tobytes()
+    copies = downloads.Copies("http://a.org/set", tmp_path, {"i.tar": [len(whole), ""]})
+    asked = []
+
+    def part(name, first, count):
+        asked.append(count)
+        return whole[first : first + count]
+
+    copies._part = part
+    places = np.arange(512, len(whole) - size, size + 700)
+    for first in (rng.permutation(places) if shuffled else places).tolist():
+        data = whole[first : first + size]
+        member = Member("http://a.org/set/i.tar", str(first), size, "x", downloads._digest(data))
+        assert copies.read("i.tar", member) == data
+    assert sum(asked) <= len(whole)
+    assert len(asked) <= min(len(places), -(-len(whole) // 2**18)) + (size >= 2**18) * len(places)
 
 
 @pytest.fixture

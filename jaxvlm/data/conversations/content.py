@@ -75,6 +75,8 @@ class Content(NamedTuple):
     corpus: tokenize.Corpus
     pieces: packing.Pieces
     facts: Facts
+    tokens: int
+    """Of all pieces."""
     parts: list[Part]
     """Which records are skipped from the start, by source."""
     sequences: packing.Sequences | None = None
@@ -130,7 +132,7 @@ def build(
         unknown=int(np.sum(corpus.loss & (corpus.tokens == tokenizer.unk_id))),
         has_videos=has_videos,
     )
-    return Content(records, corpus, pieces, facts, [part])
+    return Content(records, corpus, pieces, facts, int(pieces.num_tokens.sum()), [part])
 
 
 def _max_patches(

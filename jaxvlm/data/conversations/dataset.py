@@ -57,7 +57,8 @@ class Dataset:
         """Serve what a data set holds; see :func:`load_dataset`."""
         self.name, self.config, self.settings = name, config, settings
         self.content, self.tokenizer = content, tokenizer
-        self.records, self.corpus, self.pieces, self.facts, parts = content[:5]
+        self.records, self.corpus, self.pieces, self.facts = content[:4]
+        parts = content.parts
         self.total = sum(part.total for part in parts)
         self.problems = [problem for part in parts for problem in part.problems]
         image_files.refuse_augmented_tiles(name, config, self.facts.tiles)
@@ -84,7 +85,7 @@ class Dataset:
         if self._order is None:
             given, sources = (self.config, self.settings.seed), self.content.sources
             if sources:
-                each = [(own.pieces, own.sequences) for own in sources]
+                each = [(own.pieces, own.sequences, own.tokens) for own in sources]
                 self._order = MixtureOrder(each, *given)
             else:
                 self._order = SequenceOrder(self.pieces, *given, self.content.sequences)
@@ -392,7 +393,7 @@ class Dataset:
 
     def usable(self) -> list[int]:
         """Indices of the records that are in the data set and were not skipped at run time."""
-        return [i for i in self.corpus.source.tolist() if i not in self._skipped]
+        return [i for i in self.corpus.source[:].tolist() if i not in self._skipped]
 
     def subset(self, num_records: int) -> tuple[tokenize.Corpus, packing.Pieces]:
         """Choose ``num_records`` records, in complete pieces as far as possible; 0: all."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,18 +33,17 @@ def join(contents: Mapping[str, Content]) -> Content:
         "records": _firsts(len(x.records) for x in parts),
         "corpus": _firsts(len(x.first) for x in corpora),
         "tokens": _firsts(len(x.tokens) for x in corpora),
-        "images": _firsts(len(x.paths) for x in corpora),
         "segments": _firsts(len(x.record) for x in pieces),
         "pieces": _firsts(len(x.num_tokens) for x in pieces),
     }
+    paths, spans, number = _images(parts)
 
     def arrays(of: Sequence[Any], name: str, shift: str = "") -> Any:
         added = firsts[shift][:-1] if shift else [0] * len(parts)
         return Joined([getattr(x, name) for x in of], added)
 
     def images(of: Sequence[Any]) -> Any:
-        first = firsts["images"]
-        return Items([x.images for x in of], lambda part, own: tuple(i + first[part] for i in own))
+        return Items([x.images for x in of], lambda part, own: tuple(map(number[part], own)))
 
     start: Any = Joined(
         [*(x.start[:-1] for x in pieces), np.zeros(1, np.int64)], firsts["segments"]
@@ -59,8 +60,8 @@ def join(contents: Mapping[str, Content]) -> Content:
             last=arrays(corpora, "last", "tokens"),
             length=arrays(corpora, "length"),
             images=images(corpora),
-            paths=Items([x.paths for x in corpora]),
-            spans=Items([x.spans for x in corpora]),
+            paths=paths,
+            spans=spans,
             source=arrays(corpora, "source", "records"),
         ),
         pieces=Pieces(
@@ -76,6 +77,7 @@ def join(contents: Mapping[str, Content]) -> Content:
             num_patches=arrays(pieces, "num_patches"),
         ),
         facts=_facts([x.facts for x in parts]),
+        tokens=sum(x.tokens for x in parts),
         parts=[
             part._replace(problems=[x._replace(id=f"{name}/{x.id}") for x in part.problems])
             for name, own in contents.items()
@@ -85,6 +87,34 @@ def join(contents: Mapping[str, Content]) -> Content:
         each=next((x.each for x in parts if x.each is not map), map),
         sources=tuple(parts),
     )
+
+
+def _images(
+    parts: Sequence[Content],
+) -> tuple[Sequence[str], Sequence[Any], list[Callable[[int], int]]]:
+    """Paths and spans of all images, and for each source: its image's number -> that among them.
+
+    A file that several sources have is one image; a packed source has files of its own.
+    """
+    known: dict[str, int] = {}
+    spans: list[Any] = []
+    for own in (x.corpus for x in parts if not x.check):
+        for path, span in zip(own.paths, own.spans, strict=True):
+            if known.setdefault(path, len(known)) == len(spans):
+                spans.append(span)
+    paths: list[Sequence[str]] = [list(known)]
+    all_spans: list[Sequence[Any]] = [spans]
+    number: list[Callable[[int], int]] = []
+    first = len(known)
+    for part in parts:
+        if part.check:
+            paths.append(part.corpus.paths)
+            all_spans.append(part.corpus.spans)
+            number.append(functools.partial(operator.add, first))
+            first += len(part.corpus.paths)
+        else:
+            number.append([known[path] for path in part.corpus.paths].__getitem__)
+    return Items(paths), Items(all_spans), number
 
 
 class Joined:

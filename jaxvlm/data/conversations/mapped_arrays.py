@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources.conversation_formats import Record
 from jaxvlm.types import Sources, Span
 
@@ -131,6 +132,10 @@ class Spans(Sequence[Any]):
         positions = self._cut("positions", "positions", i).reshape(
             int(self._of["rows"][i]), len(ids)
         )
+        if len(tile) and not 0 <= int(tile.min()) <= int(tile.max()) <= len(tile):
+            raise DataError(
+                f"tokens of images ({i}) are not as they were packed; `jaxvlm data verify`"
+            )
         sources = None
         if (tiles := int(self._of["tiles"][i])) >= 0:
             feature = self._cut("feature", "feature", i)

@@ -115,7 +115,8 @@ class MixtureOrder:
     sources are numbered one source after another.
 
     Args:
-        sources: the pieces of each source, and the result of :func:`packing.plan` if it is known.
+        sources: the pieces of each source, the result of :func:`packing.plan` if it is known, and
+            how many tokens they have.
         config: data settings.
         seed: of the run.
 
@@ -129,21 +130,21 @@ class MixtureOrder:
     """
 
     def __init__(
-        self, sources: Sequence[tuple[Pieces, Sequences | None]], config: DataConfig, seed: int
+        self, sources: Sequence[tuple[Pieces, Sequences | None, int]], config: DataConfig, seed: int
     ):
         self.names = tuple(config.mixture)
         self._settings = tuple(config.mixture.values())
         self.rows = config.batch_size
         self.orders = []
-        for name, (pieces, planned) in zip(self.names, sources, strict=True):
+        for name, (pieces, planned, _) in zip(self.names, sources, strict=True):
             try:
                 self.orders.append(SequenceOrder(pieces, config, seed, planned))
             except TooFewRecords as error:
                 found = f"config.data.mixture.{name}: {error.found.removeprefix('data: ')}"
                 raise TooFewRecords(found, error.most, f"{error.advice}, or leave it out") from None
-        counts = [pieces.num_tokens for pieces, _ in sources]
-        self._tokens = [int(own.sum(dtype=np.int64)) for own in counts]
-        self._firsts = [0, *itertools.accumulate(map(len, counts))]
+        self._tokens = [tokens for _, _, tokens in sources]
+        counts = (len(pieces.num_tokens) for pieces, _, _ in sources)
+        self._firsts = [0, *itertools.accumulate(counts)]
         self.weights = self._whole_weights(config.mixture_temperature)
         self._spans = self._make_spans()
 

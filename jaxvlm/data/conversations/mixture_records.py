@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import numpy as np
 
@@ -25,6 +26,14 @@ def of_source(config: DataConfig, source: SourceConfig) -> DataConfig:
     """The settings by which a source is read: its own, and those of all data that it leaves out."""
     own = {name: value for name in SOURCE_SETTINGS if (value := getattr(source, name))}
     return dataclasses.replace(config, train=source.train, mixture={}, **own)
+
+
+def of_file(config: DataConfig, spec: str) -> DataConfig:
+    """The settings by which a file is read that may be a source of the mixture."""
+    whole = os.path.abspath(spec)
+    same = (x for x in config.mixture.values() if os.path.abspath(x.train) == whole)
+    source = next(same, None)
+    return of_source(config, source) if source else dataclasses.replace(config, mixture={})
 
 
 def read(config: DataConfig) -> Read:

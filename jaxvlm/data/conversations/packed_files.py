@@ -23,6 +23,7 @@ from jaxvlm.data.conversations.content import is_remote
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources import downloads
 from jaxvlm.data.sources.member_names import local_path
+from jaxvlm.data.sources.partial_files import is_alive, remove_left_over
 from jaxvlm.data.sources.tables import PACKED
 from jaxvlm.stores.errors import StoreError
 from jaxvlm.stores.object_store import RemoteFolder, check_scheme
@@ -73,6 +74,13 @@ def opened(spec: str, config: DataConfig) -> PackedFiles:
     return PackedFiles(folder, index, str(folder))
 
 
+def refuse_existing(output: str) -> None:
+    """Raise DataError where there is something at ``output``."""
+    remote = is_remote(output)
+    if RemoteFolder(output).exists(PACKED) if remote else local_path(output).exists():
+        raise DataError(f"{output} exists; name another folder, or remove it")
+
+
 @contextlib.contextmanager
 def new_folder(output: str) -> Iterator[pathlib.Path]:
     """A folder whose files are at ``output`` when it is whole: there is never half a set.
@@ -96,7 +104,7 @@ def new_folder(output: str) -> Iterator[pathlib.Path]:
     partial = target.with_name(f"{target.name}.partial-{host}-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left_over(target, host)
+        remove_left_over(target.parent, f"{target.name}.partial-{host}-")
         partial.mkdir()
         try:
             yield partial
@@ -154,7 +162,7 @@ def _refuse_others(remote: RemoteFolder, host: str, started: str) -> None:
         if not name.startswith(_PACKING) or name == started:
             continue
         of_here = re.fullmatch(re.escape(f"{_PACKING}{host}-") + r"(\d+)\.txt", name)
-        if of_here and not os.path.exists(f"/proc/{of_here[1]}"):
+        if of_here and not is_alive(int(of_here[1])):
             remote.remove(name)
             continue
         remote.remove(started)
@@ -162,14 +170,6 @@ def _refuse_others(remote: RemoteFolder, host: str, started: str) -> None:
             f"{remote.url} is being packed by another process, or was by one that was killed; wait "
             f"for it, or remove {remote.url}/{name}"
         )
-
-
-def _remove_left_over(target: pathlib.Path, host: str) -> None:
-    name = re.compile(re.escape(f"{target.name}.partial-{host}-") + r"(\d+)")
-    for path in target.parent.iterdir():
-        found = name.fullmatch(path.name)
-        if found and not path.is_symlink() and not os.path.exists(f"/proc/{found[1]}"):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _to_disk(path: pathlib.Path) -> None:

@@ -189,6 +189,7 @@ def open_set(
         corpus=corpus,
         pieces=pieces,
         facts=Facts(**index["facts"]),
+        tokens=int(index["tokens"]),
         parts=[Part(spec, index["total"], [Problem(*x) for x in index["left_out"]])],
         sequences=_CheckedSequences(spec, folder),
         check=check,

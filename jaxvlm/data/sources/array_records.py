@@ -11,8 +11,8 @@ import hashlib
 import os
 import pathlib
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from jaxvlm.config import json_text
@@ -24,12 +24,15 @@ _AT_ONCE = 256
 """Records that are in memory at once while a file is indexed."""
 
 
-def records(path: pathlib.Path, same: dict[bytes, str]) -> Iterator[dict[str, Any] | BadItem]:
+def records(
+    path: pathlib.Path, same: dict[bytes, str], is_text: Callable[[str], bool] = lambda name: False
+) -> Iterator[dict[str, Any] | BadItem]:
     """Read a file's records, with names of members (see ``member_names``) in place of bytes.
 
     Args:
         path: the file.
         same: digest of bytes -> the member that has them first, of all files that are read.
+        is_text: whether a feature is text, also where it looks like JSON.
 
     Returns:
         Fields of each record, or why it can't be read.
@@ -39,8 +42,10 @@ def records(path: pathlib.Path, same: dict[bytes, str]) -> Iterator[dict[str, An
     """
     try:
         from array_record.python import array_record_module
+
+        _example()
     except ImportError:
-        raise DataError(f"{path}: ArrayRecord needs `pip install array_record`") from None
+        raise DataError(f"{path}: run `pip install array_record protobuf` to read it") from None
     try:
         reader = array_record_module.ArrayRecordReader(str(path))
         if not reader.ok():
@@ -49,7 +54,7 @@ def records(path: pathlib.Path, same: dict[bytes, str]) -> Iterator[dict[str, An
         for first in range(0, count, _AT_ONCE):
             for i, data in enumerate(reader.read(first, min(first + _AT_ONCE, count)), first):
                 try:
-                    yield _fields(data, str(path), i, same)
+                    yield _fields(data, _File(str(path), i, same, is_text))
                 except BadItem as bad:
                     yield bad
     except (RuntimeError, ValueError, IndexError, OSError) as error:
@@ -76,7 +81,16 @@ def content(member: Member) -> bytes:
     return value
 
 
-def _fields(data: bytes, path: str, number: int, same: dict[bytes, str]) -> dict[str, Any]:
+class _File(NamedTuple):
+    """Where a record is, and how it is read."""
+
+    path: str
+    number: int
+    same: dict[bytes, str]
+    is_text: Callable[[str], bool]
+
+
+def _fields(data: bytes, of: _File) -> dict[str, Any]:
     if data[:1] == b"{":
         try:
             fields = json_text.parse(data)
@@ -93,32 +107,31 @@ def _fields(data: bytes, path: str, number: int, same: dict[bytes, str]) -> dict
         kind = feature.WhichOneof("kind")
         values = list(getattr(feature, kind).value) if kind else []
         if kind == "bytes_list":
-            values = [_text_or_member(x, path, number, name, i, same) for i, x in enumerate(values)]
+            values = [_text_or_member(x, of, name, i) for i, x in enumerate(values)]
         if values:
             out[name] = values if len(values) > 1 else values[0]
     return out
 
 
-def _text_or_member(
-    data: bytes, path: str, number: int, name: str, index: int, same: dict[bytes, str]
-) -> Any:
+def _text_or_member(data: bytes, of: _File, name: str, index: int) -> Any:
     """Text, the JSON that it is, or the name of the member that has these bytes first."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
         text = "\0"
     if "\0" not in text:
-        if (text[:1], text[-1:]) in (("[", "]"), ("{", "}")):
+        is_json = (text[:1], text[-1:]) in (("[", "]"), ("{", "}"))
+        if is_json and not of.is_text(name):
             try:
                 return json_text.parse(text)
             except ValueError:
                 return text
         return text
     digest = _digest(data)
-    if digest not in same:
-        place = f"{number}/{quote(name, safe='')}/{index}"
-        same[digest] = InFile(Member(path, place, len(data), "", digest.hex()))
-    return same[digest]
+    if digest not in of.same:
+        place = f"{of.number}/{quote(name, safe='')}/{index}"
+        of.same[digest] = InFile(Member(of.path, place, len(data), "", digest.hex()))
+    return of.same[digest]
 
 
 def _digest(data: bytes) -> bytes:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gzip
 import io
 import pathlib
-import re
 import zlib
 
 import zstandard
 
+from jaxvlm.config.unread import without_shard
 from jaxvlm.data.errors import DataError
 
-_SHARD = re.compile(r"(?<=\.array_record)-\d+-of-\d+$")
 _SUFFIXES = (".gz", ".zst")
 _INSIDE = (".json", ".jsonl", ".csv", ".tsv", ".tar")
 """What may be compressed; of a tar an error says that it is to be decompressed."""
@@ -21,8 +20,7 @@ _INSIDE = (".json", ".jsonl", ".csv", ".tsv", ".tar")
 def kind_of(path: pathlib.Path) -> str:
     """Return a file's ending in lower case, without that of its compression: ``.jsonl``; and
     without the number of a shard, as TensorFlow Datasets ends names."""
-    if _SHARD.search(path.name):
-        path = path.with_name(_SHARD.sub("", path.name))
+    path = pathlib.Path(without_shard(str(path)))
     inside = path.with_suffix("").suffix.lower() if path.suffix.lower() in _SUFFIXES else ""
     return inside if inside in _INSIDE else path.suffix.lower()
 

@@ -213,14 +213,16 @@ def _own_record(record: Record, locate: Callable[[str], str], allowed: Allowed) 
             raise BadItem("unknown role", repr(turn.role))
         if not isinstance(turn.content, str):
             raise BadItem("a turn whose 'content' is neither text nor a list")
+    named = []
     for name in record.images:
-        visuals.file_name(name, allowed)  # or refuse it
+        video = isinstance(name, str) and is_video(name)
+        article = "a video" if video else "an image"
+        file = visuals.file_name(bare(name) if video else name, allowed, article)
+        named.append(as_video(file) if video else file)
     texts = [turn.content for turn in record.turns]
-    texts, images = visuals.in_order(texts, tuple(record.images), (), (), allowed)
-    names = [(visuals.file_name(bare(name), allowed), is_video(name)) for name in images]
-    files = tuple(as_video(name) if video else name for name, video in names)
+    texts, files = visuals.in_order(texts, tuple(named), (), (), allowed)
     turns = tuple(t._replace(content=x) for t, x in zip(record.turns, texts, strict=True))
-    return _checked_record(record._replace(turns=turns, images=files), locate, allowed)
+    return _checked_record(record._replace(turns=turns, images=tuple(files)), locate, allowed)
 
 
 def id_of(value: Any, where: str) -> str:

@@ -39,7 +39,6 @@ _A_WHILE = 60.0
 _BLOCK = 256 * 2**10
 """Bytes of a tar that are asked for at once: images of sequences that are packed one after another
 lie side by side, and small ones cost a request each otherwise."""
-_STRIPES = 256  # locks of blocks
 _OPEN: dict[tuple[str, str], Copies] = {}
 _BY_URL: dict[str, Copies] = {}
 """Sets that this process has opened; the names of their images begin with these URLs."""
@@ -111,7 +110,8 @@ class Copies:
         self._read_at: dict[str, float] = {}
         self._copied, self._full = 0, False
         self._images = sum(size for name, (size, _) in files.items() if is_shard(name))
-        self._blocks = [threading.Lock() for _ in range(_STRIPES)]
+        self._locks = [threading.Lock() for _ in range(256)]  # of blocks, by their hash
+        self._asked: dict[str, bytearray] = {}
 
     def check_shards(self) -> None:
         """Look up the files of images.
@@ -198,35 +198,35 @@ class Copies:
         if first + member.size > size:
             raise ValueError("the file was truncated since it was indexed")
         data = self._copied_part(name, first, member.size)
-        if _digest(data) != member.digest and self._keeps_all():
-            data = self._of_block(name, member, size)
-        for pause in (0.0, *PAUSES):
+        if _digest(data) == member.digest:
+            return data
+        if self._keeps_all() and member.size < _BLOCK:
+            data = self._of_blocks(name, first, member.size, size)
             if _digest(data) == member.digest:
                 return data
+        for pause in (0.0, *PAUSES):
             time.sleep(pause)
             data = self._part(name, first, member.size)
             if _digest(data) == member.digest:
                 self._put(name, size, first, data)
-        if _digest(data) != member.digest:
-            raise ValueError("its bytes are not those that were packed")
-        return data
+                return data
+        raise ValueError("its bytes are not those that were packed")
 
     def _keeps_all(self) -> bool:
         """Whether what is read besides an image is still here when it is asked for."""
         return not self._full and (not self.limit or self.limit >= self._images)
 
-    def _of_block(self, name: str, member: Member, size: int) -> bytes:
-        """Copy the block that an image begins in, once for all threads; the image's bytes."""
-        first = int(member.place)
-        begin = first // _BLOCK * _BLOCK
-        end = min(size, max(begin + _BLOCK, first + member.size))
-        with self._blocks[hash((name, begin)) % _STRIPES]:
-            data = self._copied_part(name, first, member.size)
-            if _digest(data) == member.digest:
-                return data  # by another thread, meanwhile
-            block = self._part(name, begin, end - begin)
-            self._put(name, size, begin, block)
-        return block[first - begin : first - begin + member.size]
+    def _of_blocks(self, name: str, first: int, count: int, size: int) -> bytes:
+        """Copy the blocks that an image lies in, each once in this process; the image's bytes."""
+        for number in range(first // _BLOCK, (first + count - 1) // _BLOCK + 1):
+            with self._locks[hash((name, number)) % len(self._locks)]:
+                asked = self._asked.setdefault(name, bytearray(-(-size // _BLOCK)))
+                if not asked[number]:
+                    begin = number * _BLOCK
+                    block = self._part(name, begin, min(_BLOCK, size - begin))
+                    self._put(name, size, begin, block)
+                    asked[number] = 1
+        return self._copied_part(name, first, count)
 
     def _part(self, name: str, first: int, size: int) -> bytes:
         try:

@@ -19,7 +19,7 @@ _SUFFIX = re.compile(r"\.[a-z0-9]{1,5}")
 
 def path_of(folder: str | os.PathLike[str], url: str) -> pathlib.Path:
     """The file in which a folder keeps what a URL gave."""
-    digest = hashlib.blake2b(url.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
     try:
         suffix = pathlib.PurePosixPath(urllib.parse.urlsplit(url).path).suffix.lower()
     except ValueError:  # no URL at all

@@ -59,6 +59,10 @@ class Reading(NamedTuple):
     same: dict[bytes, str]
     """Digest of an image's bytes -> the member that has them first, of all files."""
 
+    def is_text(self, column: str) -> bool:
+        """Whether a column is a field of text."""
+        return dict(self.config.column_mapping).get(column, column) in self.texts
+
 
 def read(
     spec: str,
@@ -228,12 +232,7 @@ def _json(
 def _csv(
     path: pathlib.Path, root: pathlib.Path, reading: Reading
 ) -> tuple[list[Raw], list[Problem]]:
-    mapping = dict(reading.config.column_mapping)
-
-    def is_text(column: str) -> bool:
-        return mapping.get(column, column) in reading.texts
-
-    items, problems = delimited.read(path, reading.config.tsv_quoting, is_text)
+    items, problems = delimited.read(path, reading.config.tsv_quoting, reading.is_text)
     return [Raw(where, item, _plain(root), "") for where, item in items], problems
 
 
@@ -273,7 +272,7 @@ def _mds(
 def _array_record(
     path: pathlib.Path, root: pathlib.Path, reading: Reading
 ) -> tuple[list[Raw], list[Problem]]:
-    return _records(path, root, array_records.records(path, reading.same))
+    return _records(path, root, array_records.records(path, reading.same, reading.is_text))
 
 
 def _records(
