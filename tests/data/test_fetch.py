@@ -1,6 +1,7 @@
 """`jaxvlm data fetch` against a web server on loopback that is late, cut, refusing and lying."""
 
 import contextlib
+import dataclasses
 import http.server
 import io
 import json
@@ -15,11 +16,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from jaxvlm.cli import data_fetch
 from jaxvlm.cli.main import run
-from jaxvlm.config import DataConfig
+from jaxvlm.config import DataConfig, Extension, SourceConfig
 from jaxvlm.data import fetch
 from jaxvlm.data.pairs.examples import Example
 from jaxvlm.data.sources import conversation_formats, fetched, pair_formats
+from jaxvlm.data.sources.conversation_formats import Record, Turn
+from jaxvlm.data.sources.member_names import as_video
 
 ANY = fetch.Limits(("127.0.0.1",), 2**16, timeout=5, workers=3)
 
@@ -337,6 +341,43 @@ def test_from_records_to_a_check(server, tmp_path, capsys):
     for record, number in zip(records, (1, 1, 2), strict=False):
         assert pathlib.Path(record.images[0]).read_bytes() == png(number)
     assert records[3].images[0].endswith(".mp4::video")
+
+
+def own_records(file):
+    turns = (Turn("user", "<image>what?"), Turn("assistant", "that"))
+    return [Record("", turns, (file.removesuffix(".db"),))]
+
+
+def test_a_video_of_a_format_of_the_users_own(server, tmp_path, capsys):
+    url = f"{server}/clip.mp4"
+    config = DataConfig(
+        train=f"{as_video(url)}.db",
+        fetched=str(tmp_path),
+        format=Extension(f"{__file__}:own_records"),
+    )
+    asked = {}
+
+    def file_of(*given):
+        asked.update([given])
+        return "kept"
+
+    (record,), _ = conversation_formats.read(config.train, config, file_of)
+    assert asked == {url: "a video"} and record.images == (as_video("kept"),)
+    assert get(tmp_path, url, kind="a video").new == 1
+    (record,), _ = conversation_formats.read(config.train, config)
+    assert record.images == (as_video(str(fetched.path_of(tmp_path, url))),)
+
+
+def test_sources_that_are_packed_have_no_urls(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "packed.json").write_text("{}")
+    files = {"set": str(tmp_path / "set"), "file": str(tmp_path / "a.jsonl")}
+    mixture = {name: SourceConfig(train=file) for name, file in files.items()}
+    mixture["file"] = dataclasses.replace(mixture["file"], ignored_fields=("x",))
+    config = DataConfig(mixture=mixture)
+    for spec in ("", files["file"]):
+        ((name, own),) = data_fetch._data(config, spec)
+        assert name == files["file"] and own.ignored_fields == ("x",) and not own.mixture
 
 
 def test_pairs_have_urls_too(server, tmp_path):

@@ -183,6 +183,16 @@ def test_a_mixture_is_packed_source_by_source(folder, tmp_path, monkeypatch, cap
         ({"ignored_fields": ("x",)}, r"mixture\.a\.ignored_fields=.* which is packed"),
     ],
 )
+def test_settings_of_reading_are_not_for_packed_sources(folder, tmp_path, more, says):
+    set_ = tmp_path / "set"
+    set_.mkdir()
+    (set_ / "packed.json").write_text("{}")
+    config = mixed(folder)
+    config.data.mixture = {"a": {"train": str(set_), **more}}
+    with pytest.raises(ConfigError, match=says):
+        jaxvlm.Trainer(config, devices=jax.devices()[:1])
+
+
 def test_settings_of_reading_without_a_file(folder, tmp_path):
     set_ = tmp_path / "set"
     set_.mkdir()
@@ -191,14 +201,4 @@ def test_settings_of_reading_without_a_file(folder, tmp_path):
     config.data.mixture = {"a": {"train": str(set_)}}
     config.data.ignored_fields = ("x",)
     with pytest.raises(ConfigError, match=r"data\.ignored_fields=.* by a mixture of packed sets"):
-        jaxvlm.Trainer(config, devices=jax.devices()[:1])
-
-
-def test_settings_of_reading_are_not_for_packed_sources(folder, tmp_path, more, says):
-    set_ = tmp_path / "set"
-    set_.mkdir()
-    (set_ / "packed.json").write_text("{}")
-    config = mixed(folder)
-    config.data.mixture = {"a": {"train": str(set_), **more}}
-    with pytest.raises(ConfigError, match=says):
         jaxvlm.Trainer(config, devices=jax.devices()[:1])
