@@ -350,11 +350,8 @@ def own_records(file):
 
 def test_a_video_of_a_format_of_the_users_own(server, tmp_path, capsys):
     url = f"{server}/clip.mp4"
-    config = DataConfig(
-        train=f"{as_video(url)}.db",
-        fetched=str(tmp_path),
-        format=Extension(f"{__file__}:own_records"),
-    )
+    own = Extension(target=f"{__file__}:own_records")
+    config = DataConfig(train=f"{as_video(url)}.db", fetched=str(tmp_path), format=own)
     asked = {}
 
     def file_of(*given):
