@@ -239,9 +239,8 @@ class Span(NamedTuple):
     ids: np.ndarray
     """i32[n]: token ids."""
     tile: np.ndarray
-    """i32[n]: number of the tile whose feature this token holds; 0 is text. They count from 1
-    without a gap, and come in the order of their numbers. With ``sources``, 1 for every token that
-    is not text."""
+    """i32[n]: number, from 1 without a gap and in this order, of the tile whose feature this token
+    holds; 0 is text. With ``sources``, 1 for every token that is not text."""
     positions: np.ndarray
     """i32[R, n]: rotary positions, relative to the image's start."""
     advance: int

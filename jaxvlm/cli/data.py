@@ -193,6 +193,13 @@ def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
     names = [name for name, x in config.data.mixture.items() if not is_packed(x.train, config.data)]
     outputs = {name: f"{values.output.rstrip('/')}/{name}" for name in names}
     outputs = outputs or {"": values.output}
+    sets = {name: x.train for name, x in config.data.mixture.items()} | outputs
+    done = [name for name in names if is_packed(outputs[name], config.data)]
+    if done:
+        flags_of = " ".join(f"--config.data.mixture.{name}.train={outputs[name]}" for name in done)
+        raise ConfigError(
+            f"{outputs[done[0]]} is packed already: to pack the others, add {flags_of}"
+        )
     for output in outputs.values():
         packed_files.refuse_existing(output)
     prepared = inputs.prepare_conversations(config, None)
@@ -206,9 +213,9 @@ def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
             f"{report['sequences']:,} packed sequences, {report['bytes'] / 2**20:,.1f} MiB; "
             f"{report['left_out']:,} records are left out"
         )
-        if names:
-            print(f"--config.data.mixture.{name}.train={output}")
         reports[name] = report
+    for name in config.data.mixture:
+        print(f"--config.data.mixture.{name}.train={sets[name]}")
     return {"sources": reports} if names else reports[""]
 
 

@@ -47,9 +47,16 @@ def run(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
     if problems:
         print(f"{problems:,} records can't be read for other reasons; `data check` lists them")
     if not urls:
-        print("no record names an image or a video by a URL")
-        return {"fetched": 0, "kept": 0, "failed": {}, "exit_code": 0}
+        hint = "; pairs are read with the --config of their recipe"
+        hint *= problems > 0 and values.config is None
+        print(f"no record that can be read names an image or a video by a URL{hint}")
+        return {"fetched": 0, "kept": 0, "failed": {}, "exit_code": 1 if problems else 0}
     hosts = tuple(values.hosts)
+    if wrong := [pattern for pattern in hosts if not fetch.is_pattern(pattern)]:
+        raise ConfigError(
+            f"--hosts={wrong[0]}: name a host, *.NAME for those below one, or * for all with "
+            "public addresses, without http:// and without a port"
+        )
     if not hosts:
         for host, count in list(fetch.hosts_of(urls).items())[:_LISTED]:
             print(f"{count:>9,}  {host}")

@@ -81,7 +81,10 @@ def check_mixture(sources: Mapping[str, SourceConfig], path: str) -> None:
     kinds = {_kind(source): name for name, source in sources.items()}
     if len(kinds) > 1:
         said = ", ".join(f"{name} has {kind}" for kind, name in kinds.items())
-        raise ConfigError(f"{path}: {said}; give all sources a weight, or all a budget, or none")
+        raise ConfigError(
+            f"{path}: {said}; give all sources a weight, or all a budget, or none (0 is none; a "
+            "source that is not to be read is left out)"
+        )
     if sources and all(source.max_epochs for source in sources.values()):
         raise ConfigError(
             f"{path}: every source has max_epochs, so that nothing would be left to read; leave it "

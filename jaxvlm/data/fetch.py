@@ -14,6 +14,7 @@ import http.client
 import ipaddress
 import os
 import pathlib
+import re
 import shutil
 import socket
 import ssl
@@ -99,7 +100,7 @@ def fetch(
         OSError: the disk refuses.
     """
     root = pathlib.Path(folder).expanduser()
-    wanted = [url for url in urls if not fetched.path_of(root, url).is_file()]
+    wanted = [url for url in urls if not _is_here(fetched.path_of(root, url))]
     failed: dict[str, str] = {}
     with _partial_folder(root) as partial:
         asked = _Asked(limits, partial)
@@ -116,6 +117,10 @@ def fetch(
                 failed[url] = reason
             said(done, len(failed))
     return Fetched(len(wanted) - len(failed), len(urls) - len(wanted), failed)
+
+
+def _is_here(path: pathlib.Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _in_order(
@@ -355,6 +360,12 @@ def _of_connection(error: Any) -> Exception:
         return (_Busy if late else Refused)("a host that is not known")
     if isinstance(error, ssl.SSLCertVerificationError):
         return Refused("a certificate that is not valid")
+    if isinstance(error, ssl.SSLError):
+        return Refused("a server without TLS, or with another kind")
+    if isinstance(error, http.client.IncompleteRead):
+        return _Busy("an answer that was cut short")
+    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, OSError):
+        return _Busy("an answer that is not HTTP")
     if isinstance(error, http.client.InvalidURL | UnicodeError):
         return Refused(_NO_URL)
     text = getattr(error, "strerror", None) or type(error).__name__
@@ -366,6 +377,13 @@ def _host(url: str) -> str:
         return (urllib.parse.urlsplit(url.strip()).hostname or "").rstrip(".")
     except ValueError:
         return ""
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a text can be one of ``Limits.hosts``."""
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(text))
+    return re.fullmatch(r"\*|(\*\.)?[^*/:@\s]+", text) is not None
 
 
 def _matches(host: str, pattern: str) -> bool:

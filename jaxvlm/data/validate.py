@@ -246,7 +246,10 @@ def validate_mixture(
                 packed = packed_set.open_set(source.train, settings, how["chat_tokenizer"], inputs)
             except DataError as error:
                 raise DataError(f"{MIXTURE}.{name}: {error}") from None
-            lines.append(f"{name}: {source.train}: {len(packed.records):,} records, packed")
+            lines.append(
+                f"{name}: {source.train}: {len(packed.records):,} records, packed; "
+                f"`jaxvlm data verify {source.train}` reads it"
+            )
             pieces.append((packed.pieces, packed.sequences, packed.tokens))
             continue
         report = validate(source.train, settings, **how, given=read[name])

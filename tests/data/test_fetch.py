@@ -377,6 +377,44 @@ def test_sources_that_are_packed_have_no_urls(tmp_path):
         assert name == files["file"] and own.ignored_fields == ("x",) and not own.mixture
 
 
+def test_odd_spellings_of_urls(tmp_path):
+    (tmp_path / "im 0.png").write_bytes(png(1))
+    asked = []
+
+    def file_of(url, article):
+        asked.append(url)
+        return "kept"
+
+    names = {
+        " http://a.org/1.png\n": "kept", "HTTP://a.org/1.png": "kept", "FILE:///b.png": "/b.png",
+        f"file://{tmp_path}/im%200.png": f"{tmp_path}/im 0.png",
+        f"file://{tmp_path}/im 0.png": f"{tmp_path}/im 0.png",
+    }  # fmt: skip
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(conversation(name)) + "\n" for name in names))
+    records, bad = conversation_formats.read(str(file), DataConfig(), file_of)
+    assert not bad and [x.images[0] for x in records] == list(names.values())
+    assert asked == ["http://a.org/1.png", "HTTP://a.org/1.png"]
+    _, bad = conversation_formats.read(str(file))
+    assert len(bad) == 2 and all("`jaxvlm data fetch` keeps it" in x.detail for x in bad)
+
+
+@pytest.mark.parametrize("pattern", ["http://a.org", "a.org:80", "127.0.0.*", "*.", "a b", "u@a"])
+def test_hosts_that_are_none(tmp_path, capsys, pattern):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(conversation("http://a.org/1.png")))
+    assert run(["data", "fetch", str(file), f"--output={tmp_path}", f"--hosts={pattern}"]) == 2
+    assert "name a host, *.NAME" in capsys.readouterr().err
+    assert all(map(fetch.is_pattern, ("*", "*.a.org", "a.org", "127.0.0.1", "::1", "xn--a")))
+
+
+def test_pairs_need_their_recipe(tmp_path, capsys):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"query_image": "http://a.org/1.png", "positive": "b"}))
+    assert run(["data", "fetch", str(file), f"--output={tmp_path}", "--hosts=*"]) == 1
+    assert "pairs are read with the --config of their recipe" in capsys.readouterr().out
+
+
 def test_pairs_have_urls_too(server, tmp_path):
     file = tmp_path / "pairs.jsonl"
     rows = [{"query_image": f"{server}/{i}.png", "positive": f"number {i}"} for i in (1, 2)]

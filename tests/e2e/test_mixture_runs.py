@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import jax
 import loopback_store
@@ -154,6 +155,13 @@ def test_a_mixture_is_packed_source_by_source(folder, tmp_path, monkeypatch, cap
         assert f"{sets}/{name}: {count} records" in said
         assert f"--config.data.mixture.{name}.train={sets}/{name}\n" in said
         assert main.run(["data", "verify", f"{sets}/{name}"]) == 0
+    shutil.rmtree(sets / "signs")  # as of a pack that was killed
+    assert main.run(["data", "pack", recipe_of, f"--output={sets}"]) == 2
+    said, first = capsys.readouterr().err, f"--config.data.mixture.shapes.train={sets}/shapes"
+    assert f"{sets}/shapes is packed already: to pack the others, add {first}" in said
+    assert main.run(["data", "pack", recipe_of, f"--output={sets}", first]) == 0
+    said = capsys.readouterr().out
+    assert all(f"mixture.{x}.train={sets}/{x}\n" in said for x in ("shapes", "signs"))
     packed_flags = [f"--config.data.mixture.{n}.train={sets}/{n}" for n in ("shapes", "signs")]
     assert main.run(["data", "check", recipe_of, packed_flags[0]]) == 0
     said = capsys.readouterr().out

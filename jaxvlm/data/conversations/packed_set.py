@@ -190,7 +190,14 @@ def open_set(
         pieces=pieces,
         facts=Facts(**index["facts"]),
         tokens=int(index["tokens"]),
-        parts=[Part(spec, index["total"], [Problem(*x) for x in index["left_out"]])],
+        parts=[
+            Part(
+                spec,
+                index["total"],
+                [Problem(*x) for x in index["left_out"]],
+                f"jaxvlm data verify {spec}",
+            )
+        ],
         sequences=_CheckedSequences(spec, folder),
         check=check,
         each=concurrently if is_remote(spec) else map,

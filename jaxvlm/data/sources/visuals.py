@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,11 +76,16 @@ def file_name(value: Any, allowed: Allowed = DEFAULT, article: str = "an image")
         raise BadItem(f"{article}'s name is not text", detail)
     if isinstance(value, InFile):
         return value
-    value = value.removeprefix("file://")
-    if _URL.match(value):
-        if allowed.of_url and value.lower().startswith(("http://", "https://")):
-            return InFile(allowed.of_url(value, article))
-        raise BadItem(f"{article} that is not a file", value[:60])
+    if value[:7].lower() == "file://":
+        value = value[7:]
+        if "%" in value and not os.path.exists(value):
+            value = urllib.parse.unquote(value)  # as a URL has it, and few tools write it
+    if _URL.match(value.strip()):
+        is_web = value.strip().lower().startswith(("http://", "https://"))
+        if allowed.of_url and is_web:
+            return InFile(allowed.of_url(value.strip(), article))
+        hint = "; `jaxvlm data fetch` keeps it, and data.fetched names the folder" * is_web
+        raise BadItem(f"{article} that is not a file", value[:60] + hint)
     return value
 
 
