@@ -30,13 +30,16 @@ _ODD = re.compile(r"[#?*%\[\]\\\x00-\x1f]")
 """Characters that the stores' libraries read as something else than a name's."""
 
 
-def check_url(setting: str, url: str, kinds: Mapping[str, Kind] = KINDS) -> None:
+def check_url(
+    setting: str, url: str, kinds: Mapping[str, Kind] = KINDS, root: bool = False
+) -> None:
     """Refuse URLs that runs can't be kept at.
 
     Args:
         setting: the setting's name, for messages.
         url: its value.
         kinds: those that will do: :data:`KINDS`, or :data:`READ_KINDS` for what is only read.
+        root: whether a bucket or a host will do, without a folder.
 
     Raises:
         ConfigError: the URL is of no such kind, or names no folder that all libraries take for the
@@ -50,7 +53,7 @@ def check_url(setting: str, url: str, kinds: Mapping[str, Kind] = KINDS) -> None
             "PersistentVolume, a FUSE mount) and pass the mounted folder"
         )
     bucket, *folders = rest.rstrip("/").split("/")
-    if not bucket or not folders:
+    if not bucket or not (folders or root):
         raise ConfigError(f"{setting}={url}: name a folder in a bucket: {scheme}://BUCKET/FOLDER")
     why = "an empty name between two slashes, or one of dots"
     wrong = not all(folders) or not {".", ".."}.isdisjoint(folders)
@@ -60,13 +63,15 @@ def check_url(setting: str, url: str, kinds: Mapping[str, Kind] = KINDS) -> None
         raise ConfigError(f"{setting}={url}: the folder has {why}; give it another name")
 
 
-def check_scheme(setting: str, url: str, kinds: Mapping[str, Kind] = KINDS) -> None:
+def check_scheme(
+    setting: str, url: str, kinds: Mapping[str, Kind] = KINDS, root: bool = False
+) -> None:
     """Refuse stores that runs can't be kept in; see :func:`check_url`.
 
     Raises:
         ConfigError: as there; or the package for the store is missing.
     """
-    check_url(setting, url, kinds)
+    check_url(setting, url, kinds, root)
     scheme = url.partition("://")[0]
     kind = kinds[scheme]
     if importlib.util.find_spec(kind.package) is None:

@@ -100,6 +100,16 @@ def test_a_file_is_copied_once_and_again_when_it_is_another(store, folder, tmp_p
         asked(f"{folder}/a9.jsonl", tmp_path)
 
 
+@ALL
+def test_a_file_without_a_folder(store, folder, tmp_path):
+    root = store.url if store.scheme == "http" else f"{store.scheme}://runs"
+    if store.scheme == "http":
+        (store.folder / "root.jsonl").write_bytes(lines(30))
+    else:
+        RemoteFolder(root).write("root.jsonl", lines(30))
+    assert asked(f"{root}/root.jsonl", tmp_path) == [f"{i}" for i in range(30, 35)]
+
+
 @pytest.mark.parametrize("store", ["gs", "s3"], indirect=True)
 def test_patterns(store, folder, tmp_path):
     assert asked(f"{folder}/a[02].jsonl", tmp_path) == [

@@ -44,9 +44,16 @@ def test_tables_are_not_compressed_as_a_whole(tmp_path, name):
         read(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/t.parquet", "https://example.com/t.jsonl"])
-def test_a_url_is_refused_with_what_helps(url):
-    with pytest.raises(DataError, match=r"copy them to this machine, or mount them"):
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("gs://bucket/folder", "copy other data to this machine, or mount them"),
+        ("ftp://example.com/t.jsonl", "are supported; mount another one"),
+        ("https:///t.jsonl", "name a folder in a bucket"),
+    ],
+)
+def test_a_url_is_refused_with_what_helps(url, says):
+    with pytest.raises(DataError, match=says):
         read(url)
 
 

@@ -91,7 +91,7 @@ def _of_hub(spec: str) -> str:
 def _of_store(spec: str, config: DataConfig) -> str:
     base, _, last = spec.rpartition("/")
     try:
-        check_scheme("data.train", base, READ_KINDS)
+        check_scheme("data.train", base, READ_KINDS, root=True)
     except ConfigError as error:
         raise DataError(str(error)) from None
     remote, names = RemoteFolder(base), [last]
