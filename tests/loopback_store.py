@@ -237,6 +237,25 @@ def store(folder: pathlib.Path, kind: type[Store] = Store):
         made.close()
 
 
+def hurry(monkeypatch, store_requests):
+    """Deadlines of a second; gcsfs does not wait between its own tries."""
+    import gcsfs.retry
+
+    async def at_once(seconds):
+        pass
+
+    monkeypatch.setattr(gcsfs.retry.asyncio, "sleep", at_once, raising=False)
+    monkeypatch.setattr(store_requests, "DEADLINE", 1.0)
+    monkeypatch.setattr(store_requests, "_PAUSES", (0.1,))
+
+
+@contextlib.contextmanager
+def of_kind(name, tmp_path_factory):
+    """A store of ``READ_KINDS`` on files of its own."""
+    with store(tmp_path_factory.mktemp("store") / "files", READ_KINDS[name]) as made:
+        yield made
+
+
 def answers(part, change, times=1, methods=("GET", "HEAD")):
     """A rule for requests whose path has ``part``."""
     return [times, lambda how, path: how in methods and part in path, change]

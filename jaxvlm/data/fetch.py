@@ -289,43 +289,39 @@ class _Moves(urllib.request.HTTPRedirectHandler):
     http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
 
 
-def _connection(of: type[Any], public: bool, *args: Any, **more: Any) -> Any:
+def _public_connection(*args: Any, **more: Any) -> socket.socket:
     """A connection that is closed before anything is sent where its address is not public."""
+    found = socket.create_connection(*args, **more)
+    try:
+        _refuse_private(str(found.getpeername()[0]), str(args[0][0]))
+    except BaseException:
+        found.close()
+        raise
+    return found
 
-    class Checked(of):
-        def connect(self) -> None:
-            if not public:
-                super().connect()
-                return
-            make = socket.create_connection
 
-            def made(*given: Any, **options: Any) -> socket.socket:
-                found = make(*given, **options)
-                try:
-                    _refuse_private(str(found.getpeername()[0]), self.host)
-                except BaseException:
-                    found.close()
-                    raise
-                return found
-
-            self._create_connection = made
-            super().connect()
-
-    return Checked(*args, **more)
+def _connection(kind: type[Any], public: bool, *args: Any, **more: Any) -> Any:
+    made = kind(*args, **more)
+    if public:
+        made._create_connection = _public_connection
+    return made
 
 
 class _Http(urllib.request.HTTPHandler):
     def http_open(self, req: Any) -> Any:
-        public = getattr(req, "public", False)
-        make = functools.partial(_connection, http.client.HTTPConnection, public)
-        return self.do_open(make, req)
+        return self.do_open(
+            functools.partial(_connection, http.client.HTTPConnection, req.public), req
+        )
 
 
 class _Https(urllib.request.HTTPSHandler):
+    def __init__(self) -> None:
+        self._own = ssl.create_default_context()  # once: it reads all certificates
+        super().__init__(context=self._own)
+
     def https_open(self, req: Any) -> Any:
-        public, context = getattr(req, "public", False), ssl.create_default_context()
-        make = functools.partial(_connection, http.client.HTTPSConnection, public)
-        return self.do_open(make, req, context=context)
+        make = functools.partial(_connection, http.client.HTTPSConnection, req.public)
+        return self.do_open(make, req, context=self._own)
 
 
 _WITH_IPV4 = [

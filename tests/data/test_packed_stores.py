@@ -23,7 +23,7 @@ from jaxvlm.cli.main import run
 from jaxvlm.data.conversations import packed_files
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources import downloads
-from jaxvlm.data.sources.member_names import Member
+from jaxvlm.data.sources.member_names import Member, digest_of
 from jaxvlm.stores import store_requests
 from jaxvlm.stores.errors import StoreError
 from jaxvlm.stores.object_store import RemoteFolder
@@ -37,22 +37,14 @@ STEPS = 12
 @pytest.fixture(scope="module")
 def store(request, tmp_path_factory):
     """Google's store, or the one that a test is parametrized by."""
-    kind = loopback_store.READ_KINDS[getattr(request, "param", "gs")]
-    with loopback_store.store(tmp_path_factory.mktemp("store") / "files", kind) as made:
+    with loopback_store.of_kind(getattr(request, "param", "gs"), tmp_path_factory) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
     """Deadlines of seconds, a request for each image; gcsfs does not wait between its own tries."""
-    import gcsfs.retry
-
-    async def at_once(seconds):
-        pass
-
-    monkeypatch.setattr(gcsfs.retry.asyncio, "sleep", at_once, raising=False)
-    monkeypatch.setattr(store_requests, "DEADLINE", 1.0)
-    monkeypatch.setattr(store_requests, "_PAUSES", (0.1,))
+    loopback_store.hurry(monkeypatch, store_requests)
     monkeypatch.setattr(downloads, "PAUSES", (0.01,) * 3)
     monkeypatch.setattr(downloads, "_BLOCK", 1)
 
@@ -159,7 +151,7 @@ def test_no_byte_is_asked_for_twice(tmp_path, monkeypatch, size, shuffled):
     places = np.arange(512, len(whole) - size, size + 700)
     for first in (rng.permutation(places) if shuffled else places).tolist():
         data = whole[first : first + size]
-        member = Member("http://a.org/set/i.tar", str(first), size, "x", downloads._digest(data))
+        member = Member("http://a.org/set/i.tar", str(first), size, "x", digest_of(data).hex())
         assert copies.read("i.tar", member) == data
     assert sum(asked) <= len(whole)
     assert len(asked) <= min(len(places), -(-len(whole) // 2**18)) + (size >= 2**18) * len(places)

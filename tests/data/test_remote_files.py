@@ -29,21 +29,13 @@ ALL = pytest.mark.parametrize("store", loopback_store.READ_KINDS, indirect=True)
 
 @pytest.fixture(scope="module")
 def store(request, tmp_path_factory):
-    kind = loopback_store.READ_KINDS[request.param]
-    with loopback_store.store(tmp_path_factory.mktemp("store") / "files", kind) as made:
+    with loopback_store.of_kind(request.param, tmp_path_factory) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    import gcsfs.retry
-
-    async def at_once(seconds):
-        pass
-
-    monkeypatch.setattr(gcsfs.retry.asyncio, "sleep", at_once, raising=False)
-    monkeypatch.setattr(store_requests, "DEADLINE", 1.0)
-    monkeypatch.setattr(store_requests, "_PAUSES", (0.1,))
+    loopback_store.hurry(monkeypatch, store_requests)
 
 
 def lines(first, count=5):
@@ -93,9 +85,10 @@ def test_a_file_is_copied_once_and_again_when_it_is_another(store, folder, tmp_p
     store.seen.clear()
     assert asked(spec, tmp_path) == [f"{i}" for i in range(10, 15)]
     media = "alt=media" if store.scheme == "gs" else "a1.jsonl"
-    assert not [x for x in store.seen if x.startswith("GET") and media in x]
-    put(store, folder, "a1.jsonl", lines(70, 6))
-    assert asked(spec, tmp_path) == [f"{i}" for i in range(70, 76)]
+    copied = [x for x in store.seen if x.startswith("GET") and media in x]
+    assert bool(copied) == (store.scheme == "http")  # it says no version of what it has
+    put(store, folder, "a1.jsonl", lines(70))  # of the same size
+    assert asked(spec, tmp_path) == [f"{i}" for i in range(70, 75)]
     with pytest.raises(DataError, match=r"a9\.jsonl: no such file there"):
         asked(f"{folder}/a9.jsonl", tmp_path)
 

@@ -7,18 +7,17 @@ place is ``RECORD/FEATURE/INDEX``. Source: tensorflow/core/example/feature.proto
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from jaxvlm.config import json_text
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources.fields import BadItem
-from jaxvlm.data.sources.member_names import InFile, Member
+from jaxvlm.data.sources.member_names import Member, named_in
 
 _AT_ONCE = 256
 """Records that are in memory at once while a file is indexed."""
@@ -76,7 +75,7 @@ def content(member: Member) -> bytes:
         value = bytes(example.features.feature[name].bytes_list.value[index])
     except (RuntimeError, LookupError, ValueError) as error:
         raise ValueError(f"{changed} ({_short(error)})") from None
-    if len(value) != member.size or _digest(value).hex() != member.digest:
+    if not member.holds(value):
         raise ValueError(changed)
     return value
 
@@ -127,15 +126,7 @@ def _text_or_member(data: bytes, of: _File, name: str, index: int) -> Any:
             except ValueError:
                 return text
         return text
-    digest = _digest(data)
-    if digest not in of.same:
-        place = f"{of.number}/{quote(name, safe='')}/{index}"
-        of.same[digest] = InFile(Member(of.path, place, len(data), "", digest.hex()))
-    return of.same[digest]
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+    return named_in(of.same, of.path, str(of.number), data, (name, str(index)))
 
 
 def _short(error: Exception) -> str:

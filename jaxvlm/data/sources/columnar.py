@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import hashlib
 import itertools
 import json
 import os
@@ -16,11 +15,11 @@ import pathlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources.fields import BadItem
-from jaxvlm.data.sources.member_names import InFile, Member
+from jaxvlm.data.sources.member_names import Member, named_in
 
 _CACHED = 256 * 2**20
 """Bytes of columns that stay in memory, the last ones that were read."""
@@ -62,7 +61,7 @@ def rows(path: pathlib.Path, same: dict[bytes, str]) -> Iterator[dict[str, Any] 
                 if isinstance(fields, BadItem):
                     yield fields
                     continue
-                find = functools.partial(_member, same, str(path), f"{group}.{row}")
+                find = functools.partial(named_in, same, str(path), f"{group}.{row}")
                 yield {
                     name: _without_bytes(_named(value, features.get(name)), find, (name,))
                     for name, value in fields.items()
@@ -147,9 +146,7 @@ def content(member: Member) -> bytes:
             value = value[int(key)] if isinstance(value, list) else value[key]
     except (pyarrow.ArrowException, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{changed} ({error})") from None
-    if not isinstance(value, bytes) or len(value) != member.size:
-        raise ValueError(changed)
-    if member.digest and _digest(value).hex() != member.digest:
+    if not isinstance(value, bytes) or not member.holds(value):
         raise ValueError(changed)
     return value
 
@@ -169,21 +166,6 @@ def _without_bytes(value: Any, find: Callable[..., str], keys: Sequence[str]) ->
     if isinstance(data, bytes) and data and value.keys() <= {"bytes", "path"}:
         return find(data, (*keys, "bytes"), name if isinstance(name, str) else "")
     return {k: _without_bytes(x, find, (*keys, str(k))) for k, x in value.items()}
-
-
-def _member(
-    same: dict[bytes, str], file: str, place: str, data: bytes, keys: Sequence[str], name: str = ""
-) -> str:
-    """The name of the member that has these bytes first."""
-    digest = _digest(data)
-    if digest not in same:
-        where = "/".join([place, *(quote(key, safe="") for key in keys)])
-        same[digest] = InFile(Member(file, where, len(data), name, digest.hex()))
-    return same[digest]
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class _Table:

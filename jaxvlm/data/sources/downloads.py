@@ -24,7 +24,7 @@ from typing import Any
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.sources.member_names import Member
+from jaxvlm.data.sources.member_names import Member, digest_of
 from jaxvlm.stores.errors import StoreError
 from jaxvlm.stores.object_store import RemoteFolder
 from jaxvlm.stores.store_requests import each
@@ -198,16 +198,16 @@ class Copies:
         if first + member.size > size:
             raise ValueError("the file was truncated since it was indexed")
         data = self._copied_part(name, first, member.size)
-        if _digest(data) == member.digest:
+        if digest_of(data).hex() == member.digest:
             return data
         if self._keeps_all() and member.size < _BLOCK:
             data = self._of_blocks(name, first, member.size, size)
-            if _digest(data) == member.digest:
+            if digest_of(data).hex() == member.digest:
                 return data
         for pause in (0.0, *PAUSES):
             time.sleep(pause)
             data = self._part(name, first, member.size)
-            if _digest(data) == member.digest:
+            if digest_of(data).hex() == member.digest:
                 self._put(name, size, first, data)
                 return data
         raise ValueError("its bytes are not those that were packed")
@@ -319,10 +319,6 @@ def alone(path: pathlib.Path) -> Iterator[pathlib.Path]:
 def is_shard(name: str) -> bool:
     """Whether a set's file has images: no start reads it, and steps read parts of it."""
     return name.endswith(".tar") and "/" not in name
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def digest_of_file(path: pathlib.Path) -> str:

@@ -9,10 +9,12 @@ video.
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+from urllib.parse import quote
 
 _FILE = r".+?\.(?i:tar|mds|parquet|arrow|array_record(?:-\d+-of-\d+)?)"
 _MEMBER = re.compile(rf"({_FILE})::([^:+@]+)\+(\d{{1,18}})(?:@([0-9a-f]+))?::(.*)", re.DOTALL)
@@ -33,9 +35,19 @@ class Member(NamedTuple):
     digest: str = ""
     """Hash of its bytes, by which another image in its place is found; "" if not known."""
 
+    def holds(self, data: bytes) -> bool:
+        """Whether these are its bytes, as far as its name says."""
+        known = not self.digest or digest_of(data).hex() == self.digest
+        return len(data) == self.size and known
+
     def __str__(self) -> str:
         digest = f"@{self.digest}" if self.digest else ""
         return f"{self.file}::{self.place}+{self.size}{digest}::{self.name}"
+
+
+def digest_of(data: bytes) -> bytes:
+    """Hash of an image's bytes, 16 bytes."""
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class InFile(str):
@@ -45,6 +57,26 @@ class InFile(str):
     """
 
     __slots__ = ()
+
+
+def named_in(
+    same: dict[bytes, str], file: str, place: str, data: bytes, keys: Sequence[str], name: str = ""
+) -> str:
+    """The name of the member that has some bytes first.
+
+    Args:
+        same: digest of bytes -> the member that has them first.
+        file: that they are in.
+        place: of the record in it.
+        data: the bytes.
+        keys: the path to them in the record.
+        name: what they are called there.
+    """
+    digest = digest_of(data)
+    if digest not in same:
+        where = "/".join([place, *(quote(key, safe="") for key in keys)])
+        same[digest] = InFile(Member(file, where, len(data), name, digest.hex()))
+    return same[digest]
 
 
 def as_video(path: str) -> str:

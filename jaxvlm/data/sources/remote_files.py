@@ -6,6 +6,7 @@ whose client keeps them; ``gs://``, ``s3://``, ``http://`` and ``https://`` name
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import glob
 import hashlib
@@ -14,6 +15,7 @@ import os
 import pathlib
 import re
 import urllib.parse
+from collections.abc import Iterator
 from typing import Any
 
 from jaxvlm.config import ConfigError, DataConfig
@@ -26,7 +28,10 @@ from jaxvlm.stores.store_requests import READ_KINDS, each
 
 _HUB = re.compile(r"hf://datasets/((?:[\w.-]+/)?[\w.-]+)(?:@([^/]+))?(?:/(.*))?")
 _MANY = re.compile(r"[*?[]")
-_VERSION = ("size", "ETag", "etag", "md5Hash", "crc32c", "generation", "LastModified", "updated")
+_VERSION = (
+    *("size", "ETag", "etag", "md5Hash", "crc32c", "generation", "LastModified", "updated"),
+    *("Last-Modified", "Content-MD5", "Digest"),
+)
 """What stores say of a file that is another one when the file is."""
 
 
@@ -104,38 +109,61 @@ def _of_store(spec: str, config: DataConfig) -> str:
         name: {key: str(info[key]) for key in _VERSION if info.get(key) is not None}
         for name, info in sorted(infos.items())
     }
+    root = downloads.root(config)
+    if any(own.keys() <= {"size"} for own in known.values()):
+        return _unversioned(remote, last, root)
     text = json.dumps([base, known])
-    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    folder = downloads.root(config) / f"files-{digest}"  # other versions have other folders
+    folder = root / f"files-{_hash(text.encode())}"  # other versions have other folders
 
     def copy(name: str) -> None:
         _copy(remote, name, infos[name], folder / _name(f"{base}/{name}"))
 
-    try:
+    with _written(folder):
         folder.mkdir(parents=True, exist_ok=True)
         each(copy, list(infos))
+    return f"{glob.escape(str(folder))}/{_name(spec)}"
+
+
+def _unversioned(remote: RemoteFolder, name: str, root: pathlib.Path) -> str:
+    """Copy a file of which a web server says no more than its size, at each start: who knows."""
+    data = remote.read(name)
+    folder = root / f"files-{_hash(data)}"
+    path = folder / _name(f"{remote.url}/{name}")
+    with _written(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with downloads.alone(path) as partial:
+            partial.write_bytes(data)
+            os.replace(partial, path)  # with the same bytes, where it is there
+    return glob.escape(str(path))
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+@contextlib.contextmanager
+def _written(folder: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise DataError(
             f"{error.filename or folder} can't be written: {error.strerror or error}; set "
             "data.download_dir"
         ) from None
-    pattern = _name(spec)
-    return f"{glob.escape(str(folder))}/{pattern}"
 
 
 def _copy(remote: RemoteFolder, name: str, info: dict[str, Any], path: pathlib.Path) -> None:
     """Copy a file that is not here yet, whole or not at all."""
-    size = info.get("size")
     if path.is_file():
         return
     with downloads.alone(path) as partial:
         if path.is_file():
             return  # by another process, meanwhile
-        if size is None:  # a web server that does not say it
+        if info.get("size") is None:  # a web server that does not say it
             partial.write_bytes(remote.read(name))
         else:
             md5 = str(info.get("md5Hash") or "")
-            remote.download(name, partial, int(size), "set data.download_dir", md5)
+            remote.download(name, partial, int(info["size"]), "set data.download_dir", md5)
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
