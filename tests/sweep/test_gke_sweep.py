@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pathlib
@@ -21,7 +22,7 @@ GRID = "optim.learning_rate=0.1,0.2,0.3,0.4"
 
 # A JobSet with maxRestarts 3: an end with 1 or 2 fails it, another one starts its pod again.
 TOOL = """#!{python} -IS
-import json, pathlib, subprocess, sys, time
+import json, os, pathlib, subprocess, sys
 folder, (verb, namespace, *words) = pathlib.Path({folder!r}), sys.argv[1:]
 assert namespace == "--namespace=default", namespace
 if verb == "apply":
@@ -44,7 +45,8 @@ if verb == "apply":
         "open(base + '.end', 'w').write(str(end))\\n"
     )
     command = [sys.executable, "-ISc", code, str(folder / name), *manifest["command"]]
-    subprocess.Popen(command, start_new_session=True, stdin=-3, stdout=-3, stderr=-3)
+    pod = subprocess.Popen(command, start_new_session=True, stdin=-3, stdout=-3, stderr=-3)
+    (folder / f"{{name}}.pod").write_text(str(pod.pid))
 elif verb == "get":
     items = []
     for path in folder.glob("*.jobset"):
@@ -62,7 +64,11 @@ elif verb == "logs":
     name = words[0].partition("jobset-name=")[2].partition(",")[0]
     print((folder / f"{{name}}.log").read_text(), end="")
 elif verb == "delete":
-    for suffix in ("jobset", "end", "log"):
+    try:
+        os.killpg(int((folder / f"{{words[1]}}.pod").read_text()), 9)
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # never made, or over
+    for suffix in ("jobset", "end", "log", "pod"):
         (folder / f"{{words[1]}}.{{suffix}}").unlink(missing_ok=True)
 """
 
@@ -166,9 +172,12 @@ def test_one_that_is_deleted_has_failed_and_starts_again(cluster, tmp_path):
     def say(line):
         said.append(line)
         if line.endswith("starts"):
-            for path in cluster.glob("*.jobset"):
-                subprocess.run(["pkill", "-f", str(path.with_suffix(""))], check=False)
-                path.unlink()
+            [jobset] = cluster.glob("*.jobset")
+            kubectl = [str(cluster / "kubectl"), "delete", "--namespace=default"]
+            subprocess.run([*kubectl, "jobset", jobset.stem], check=True)
+            for path in workdir.glob("*/.lock"):  # held until the killed trial is no more
+                with path.open() as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX)
 
     grid = "optim.learning_rate=0.1"
     assert driver.run(workdir, grid, say=say, on="gke")
