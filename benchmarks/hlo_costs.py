@@ -136,8 +136,13 @@ class _Program:
                 for one in called_by(line.rest):
                     if one in self.bodies:
                         yield from self.run(one, times)
-            elif line.opcode not in _FREE and not _SENT.search(line.opcode):
+            elif not self.is_free(line):
                 yield self.op(lines, line, times)
+
+    def is_free(self, line: _Line) -> bool:
+        """Whether an operation does no work, or sends bytes, which are counted elsewhere."""
+        reserved = self.name(line) == "AllocateBuffer"  # memory that is not written
+        return line.opcode in _FREE or reserved or bool(_SENT.search(line.opcode))
 
     def op(self, lines: Mapping[str, _Line], line: _Line, times: int) -> Op:
         """One operation's costs."""

@@ -13,6 +13,12 @@ from jaxvlm.nn.kv_cache import KVCache, Shared, init_kv_cache
 from jaxvlm.nn.mask import Mask
 from jaxvlm.types import Batch, Out
 
+_FEW = 8
+"""Sequences that may be one on each device. Their hidden states are multiplied twice, as rows of a
+matrix: XLA for GPUs takes a single one as a vector, for which it copies all of a bfloat16 output
+matrix to float32, at each token.
+"""
+
 
 @runtime_checkable
 class Decodes(Protocol):
@@ -285,7 +291,10 @@ def _mask(
 
 def _sample(out: Out, sampling: Sampling, keys: jax.Array, index: jax.Array) -> jax.Array:
     """i32[B]: samples the token after the last hidden state of each sequence."""
-    logits = out.logits(out.hidden[:, -1])
+    hidden = out.hidden[:, -1]
+    if len(hidden) <= _FEW and hidden.dtype != jnp.float32:
+        hidden = jnp.repeat(hidden[:, None], 2, 1)
+    logits = out.logits(hidden).reshape(len(hidden), -1, out.head.shape[-1])[:, 0]
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     token_keys = jax.vmap(lambda k: jax.random.fold_in(k, index))(keys)

@@ -109,6 +109,8 @@ class Prompts(NamedTuple):
     """The prompts, or what follows their prefixes."""
     prefixes: SharedPrefixes | None = None
     """Their prefixes up to the last visual token, each of them once."""
+    longest: int = 0
+    """Tokens of the longest of them, prefix included."""
 
     @property
     def length(self) -> int:
@@ -210,8 +212,9 @@ def _prompts(
 ) -> Prompts:
     how = (model, tokenizer, image_format, cache)
     sequences = expanded(ids, loaded, tokenizer)
+    longest = max(len(tokens.ids) for tokens, _ in sequences)
     if not share or not _can_share(model, sequences, tokenizer.image_id):
-        return Prompts(collated(sequences, example_ids, *how))
+        return Prompts(collated(sequences, example_ids, *how), longest=longest)
     shards = batch_shards(model.mesh)
     rows, prefixes = -(-len(ids) // shards), list[list[_Sequence]]()
     rests, of = list[_Sequence](), np.zeros((shards, rows), np.int32)
@@ -234,11 +237,11 @@ def _prompts(
     # Padding twice would take the memory.
     pads = 4 * (_length(filled) + _length(rests)) > 5 * _length(sequences)
     if 2 * largest > rows or pads:
-        return Prompts(collated(sequences, example_ids, *how))
+        return Prompts(collated(sequences, example_ids, *how), longest=longest)
     batch = collated(filled, range(len(filled)), *how)
     rest = collated(rests, example_ids, *how)
     here = batch_sharding(model.mesh)
-    return Prompts(rest, SharedPrefixes(batch, jax.device_put(of, here)))
+    return Prompts(rest, SharedPrefixes(batch, jax.device_put(of, here)), longest)
 
 
 def _can_share(model: Model, sequences: Sequence[_Sequence], image_id: int) -> bool:

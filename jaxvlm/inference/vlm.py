@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,14 @@ from jaxvlm.inference import (
 )
 from jaxvlm.inference.embed_sequences import embed_sequences
 from jaxvlm.inference.evaluator import Evaluator, Report
-from jaxvlm.inference.generate import Compression, DecodeState, Sampling, decode, prefill
+from jaxvlm.inference.generate import (
+    Compression,
+    DecodeState,
+    Sampling,
+    SharedPrefixes,
+    decode,
+    prefill,
+)
 from jaxvlm.inference.kv_compression import KVMemory
 from jaxvlm.inference.kv_policy import KVPolicy, policy_of, without_scores
 from jaxvlm.inference.prediction_grid import write_prediction_grid
@@ -44,6 +52,7 @@ from jaxvlm.parallel.sharding import replicated
 from jaxvlm.spmd.model import Model
 from jaxvlm.types import Batch, Params
 
+_log = logging.getLogger(__name__)
 _CAPACITY_STEP = 64
 """The KV cache's capacity for new tokens is a multiple of it, so that few lengths are compiled."""
 _TOKENS_PER_CALL = 16
@@ -81,7 +90,7 @@ class VLM:
         """Visual tokens of images seen before; see :meth:`use_cache`."""
         # Replicated on every device, since each process reads all answers.
         everywhere = replicated(model.mesh)
-        self._prefill = jax.jit(self._start, static_argnums=(2, 3, 4))
+        self._prefill = jax.jit(self._start, static_argnums=(3, 4, 5))
         self._decode = jax.jit(
             self._continue,
             static_argnums=(2, 3),
@@ -258,6 +267,13 @@ class VLM:
         policy = self._policy(**kv) if kv else None
         how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
         asked = prompts.to_answer(queries, *how, share=_shares(policy), cache=self.current_cache())
+        data = self.config.data
+        if data.train and asked.longest > data.max_length:
+            _log.warning(
+                "a prompt has %s tokens, and the run was trained on sequences of at most %s "
+                "(config.data.max_length): the answer may be worse",
+                *(asked.longest, data.max_length),
+            )
         yield from self._answers(asked, len(queries), max_new_tokens, settings, policy, seed)
 
     def _policy(self, **kv: Any) -> KVPolicy | None:
@@ -281,7 +297,8 @@ class VLM:
         compression = policy and Compression(policy, self.tokenizer.image_id, stages)
         key = jax.random.key(seed)
         self.kv_memory = None
-        state = self._prefill(self.params, asked, settings, capacity, compression, key)
+        how = (settings, capacity, compression, key)
+        state = self._prefill(self.params, asked.batch, asked.prefixes, *how)
         if compression:
             depth = self.model.config.decoder.depth
             if line := without_scores(compression.policy, asked.length, depth):
@@ -312,7 +329,8 @@ class VLM:
     def _start(
         self,
         params: Params,
-        asked: Prompts,
+        batch: Batch,
+        prefixes: SharedPrefixes | None,
         sampling: Sampling,
         capacity: int,
         compression: Compression | None,
@@ -320,8 +338,8 @@ class VLM:
     ) -> DecodeState:
         d = self.model.config.decoder
         shape = (d.depth, d.num_kv_heads, d.head_dim)
-        how = (sampling, capacity, shape, key, compression, asked.prefixes)
-        return prefill(self.model.module(params), asked.batch, *how)
+        how = (sampling, capacity, shape, key, compression, prefixes)
+        return prefill(self.model.module(params), batch, *how)
 
     def _continue(
         self, params: Params, state: DecodeState, sampling: Sampling, count: int

@@ -116,6 +116,23 @@ def test_what_may_not_be_shared_is_not():
     assert shared(vlm_of(MESHES["one"], [6, 7, 8], visual_mask="prefix"), queries).prefixes is None
 
 
+def test_prompts_longer_than_what_a_run_was_trained_on_are_said(caplog):
+    vlm, images = vlm_of(MESHES["one"]), list(drawn(4))
+    data = dataclasses.replace(vlm.config.data, train="a.jsonl")
+    queries = asked(images)
+    longest = max(shared(vlm, [query]).longest for query in queries)
+    for share in (True, False):
+        assert shared(vlm, queries, share).longest == longest
+    for limit, lines in ((longest, 0), (longest - 1, 1)):
+        vlm.config = dataclasses.replace(
+            vlm.config, data=dataclasses.replace(data, max_length=limit)
+        )
+        vlm.generate_batch(queries, max_new_tokens=1)
+        said = [x for x in caplog.messages if "trained on sequences" in x]
+        assert len(said) == lines
+    assert f"{longest} tokens" in said[0] and f"most {limit} (config.data.max" in said[0]
+
+
 def test_images_that_are_decoded_each_time_are_read_as_they_are():
     """They live for a moment, each at the address of the one before."""
     vlm, frames = vlm_of(MESHES["one"]), drawn(4)

@@ -104,6 +104,7 @@ custom_call_target="__cublas$gemm", \
 backend_config={"gemm_backend_config":{"dot_dimension_numbers":{ \
 "lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
   %c = bf16[16,32]{1,0} convolution(%x.2, %w.2), dim_labels=bf_io->bf
+  %room = f32[5,64,32]{2,1,0} custom-call(), custom_call_target="AllocateBuffer"
   ROOT %r = f32[] constant(0)
 }
 """
@@ -119,6 +120,7 @@ def test_costs_are_read_from_a_program():
     kernel = ops["flash_backward"]
     assert kernel.operands == ((2, 3, 8, 4),)
     assert kernel.moved == 2 * 3 * 8 * 4 * 2 + 2 * 8 * 4  # the operand is in fast memory
+    assert "AllocateBuffer" not in ops, "nothing is written"
     assert ops["__cublas$gemm"].flops == ops["convolution"].flops == product
     assert hlo_costs.custom_calls(list(ops.values())) == {"__cublas$gemm": 1, "flash_backward": 1}
 
