@@ -11,9 +11,10 @@ Without ``--chips`` a decoder of eight layers (float32, random weights) reads pr
 but the last 32 are visual, then generates 64 tokens, at batch 1 and 8: all in turns, in one run,
 by the same kernels. With ``--chips`` Qwen2.5-VL 3B (bfloat16, all its layers) is compiled for chips
 that need not be here. Bytes are the compiler's: what is passed from reading to generating less
-parameters (the KV cache), and temporaries. With ``--meshes`` the small decoder is compiled for
-meshes of eight devices, and what its programs send is read from them, per token where they
-generate. Writes results/kv_cache_speed_{cpu,aot}.json or results/kv_cache_traffic_cpu.json.
+parameters (the KV cache), temporaries, and what a token moves in memory. With ``--meshes`` the
+small decoder is compiled for meshes of eight devices, and what its programs send is read from them,
+per token where they generate. Writes results/kv_cache_speed_{cpu,aot}.json or
+results/kv_cache_traffic_cpu.json.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import hlo_costs
 from benchmarks.common import RESULTS, environment, write
 from jaxvlm.config import MeshConfig, ModelConfig
 from jaxvlm.inference.generate import Compression, Sampling, decode, prefill
@@ -178,9 +180,24 @@ def compiled(chips: str, length: int) -> list[dict[str, Any]]:
             )
             generating = generate.lower(params, state).compile()
             row = {"chips": chips, "way": way, "batch": batch_size, "length": length}
-            rows.append(row | {"parameters": own} | bytes_of(reading, generating, own))
+            row |= {"parameters": own} | bytes_of(reading, generating, own)
+            if policy is None:  # a compressed cache's layers choose one of several programs
+                ops = hlo_costs.read(_one_token(generating))
+                row["token_moved"] = round(sum(op.times * op.moved for op in ops))
+            rows.append(row)
             print(rows[-1], flush=True)
     return rows
+
+
+def _one_token(program: Any) -> str:
+    """A program's text; of its loop over new tokens, which alone has no known number of trips, one.
+
+    Its cost is then that of one token, and of what a call does around the loop.
+    """
+    once = ', backend_config={"known_trip_count":{"n":"1"}}'
+    lines = str(program.as_text()).splitlines()
+    loops = [" while(" in x and "known_trip_count" not in x for x in lines]
+    return "\n".join(x + once * loop for x, loop in zip(lines, loops, strict=True))
 
 
 def traffic(length: int = 256) -> list[dict[str, Any]]:
@@ -188,7 +205,7 @@ def traffic(length: int = 256) -> list[dict[str, Any]]:
     from jaxvlm.parallel.sharding import batch_sharding
     from jaxvlm.planner.compiled import collectives
 
-    rows, once = [], ', backend_config={"known_trip_count":{"n":"1"}}'
+    rows = []
     for sizes in ({"data": 8}, {"data": 2, "tensor": 4}, {"data": 2, "context": 4},
                   {"data": 4, "pipeline": 2}):  # fmt: skip
         model = build_model(small_model(), make_mesh(MeshConfig(**sizes), jax.devices()))
@@ -201,11 +218,7 @@ def traffic(length: int = 256) -> list[dict[str, Any]]:
             generating = generate.lower(params, reading(params, batch)).compile()
             row: dict[str, Any] = {"mesh": sizes, "way": way, "prompts": 8, "length": length}
             for name, program in (("read", reading), ("token", generating)):
-                # Only the loop over new tokens has no known number of trips: one is counted.
-                lines = str(program.as_text()).splitlines()
-                loops = [" while(" in x and "known_trip_count" not in x for x in lines]
-                text = "\n".join(x + once * loop for x, loop in zip(lines, loops, strict=True))
-                found = collectives.read(text, dict(model.mesh.shape))
+                found = collectives.read(_one_token(program), dict(model.mesh.shape))
                 row[f"{name}_bytes"] = collectives.total(found)
                 row[f"{name}_collectives"] = [
                     f"{x.count} {x.kind} over {' x '.join(x.axes)}: {x.wire_bytes} B of {x.dtype}"

@@ -75,6 +75,10 @@ def lookup(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
 
     @jax.custom_vjp
     def rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        if tokens.size == 1:
+            # Twice: XLA slices a single row, and all-gathers a table whose rows are sharded for it.
+            both = table.astype(dtype)[jnp.repeat(tokens.reshape(1), 2)]
+            return both[:1].reshape(*tokens.shape, -1)
         return table.astype(dtype)[tokens]
 
     def rows_bwd(tokens: jax.Array, grads: jax.Array) -> tuple[jax.Array, Any]:

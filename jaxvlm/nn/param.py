@@ -17,6 +17,11 @@ from flax import nnx
 
 from jaxvlm.types import Logical, Params
 
+_PARTS = 16
+"""Sums of which a long one is made. On H200 and A100, each compiled matrix moves 1.0 to 1.1 times
+its bytes with 16, and up to 1.3 times with 64.
+"""
+
 Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 
@@ -166,5 +171,23 @@ def contract(
     lead, inner, out = x.shape[: x.ndim - num_in], w.shape[:num_in], w.shape[num_in:]
     before = lead if split else (math.prod(lead),)
     matrix = w.astype(x.dtype).reshape(math.prod(inner), math.prod(out))
-    y = x.reshape(*before, math.prod(inner)) @ matrix
+    rows = x.reshape(*before, math.prod(inner))
+    if math.prod(lead) == 1:
+        y = jax.lax.platform_dependent(rows, matrix, cuda=_one_row, default=jnp.matmul)
+    else:
+        y = rows @ matrix
     return y.reshape(*lead, *out)
+
+
+def _one_row(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Multiply [..., 1, K] by [K, N] as sums of products, in float32.
+
+    XLA for GPUs computes them where the matrix lies. Before a matmul, which is cuBLAS', it copies
+    a layer's matrix out of the stack of layers: three times the bytes, at each token generated.
+    """
+    parts = math.gcd(_PARTS, matrix.shape[0])
+    products = x[..., None].astype(jnp.float32) * matrix.astype(jnp.float32)
+    sums = jnp.sum(products.reshape(parts, -1, matrix.shape[1]), 1)
+    # Kept apart: where it merges both sums and finds too little to do at once, XLA writes products.
+    total = jnp.sum(jax.lax.optimization_barrier(sums), 0)
+    return total.astype(x.dtype).reshape(*x.shape[:-1], -1)

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 from zoo import LLAVA
 
-from benchmarks import hlo_costs, lowering
+from benchmarks import lowering
 from benchmarks.common import RESULTS
 from jaxvlm.config import MeshConfig, StrategyConfig, VisionConfig
 from jaxvlm.hf import model_zoo
-from jaxvlm.inference import generate
-from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
-from jaxvlm.planner.compiled import topology
 from jaxvlm.planner.memory.step_memory import StepSetup
 from jaxvlm.planner.request import abstract_devices
-from jaxvlm.types import Out
 
 CHIPS = {"h200": {1: "h200:1", 8: "h200:8"}, "v6e": {1: "v6e:1x1", 8: "v6e:2x4"}}
 MESHES = {
@@ -77,26 +70,6 @@ def test_kernels_and_squares_are_read_from_a_program():
     setup = StepSetup(LLAVA, MeshConfig(), None, "gpu", 1, 4096, 1)
     assert lowering.squares(text, setup) == ["2x16x4096x4096"]
     assert not lowering.squares(text, setup._replace(length=2048))
-
-
-@pytest.mark.aot
-# JAX caches what it compiles for devices that are not here, and can't read it again.
-@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry:UserWarning")
-def test_sampling_for_one_sequence_copies_no_output_matrix():
-    mesh = make_mesh(MeshConfig(data=1), topology.devices("h200:1"))
-    here = NamedSharding(mesh, PartitionSpec())
-
-    def of(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=here)
-
-    def sample(hidden, table):
-        greedy, unused = generate.Sampling(), jnp.zeros((), jnp.int32)
-        return generate._sample(Out(hidden, table.T), greedy, unused, unused)
-
-    text = jax.jit(sample).lower(of(1, 3, 512), of(8192, 512)).compile().as_text()
-    found = hlo_costs.arrays(text)
-    assert ("bf16", (8192, 512)) in {x[:2] for x in found}
-    assert not [x for x in found if x[0] == "f32" and set(x[1]) >= {8192, 512}]
 
 
 @pytest.mark.aot
