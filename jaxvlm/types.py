@@ -311,8 +311,8 @@ class Out(NamedTuple):
     logit_cap: Any = None
     """f32[]: logits become ``cap * tanh(logits / cap)``; ``None``: logits are not capped."""
 
-    def logits(self, hidden: Any) -> jax.Array:
-        """Compute the logits f32[..., V] of hidden states [..., D].
+    def logits(self, hidden: Any, product: Callable[..., Any] = jnp.matmul) -> jax.Array:
+        """Compute the logits f32[..., V] of hidden states [..., D]; ``product`` is of matrices.
 
         Raises:
             ValueError: the model has no output projection.
@@ -320,7 +320,7 @@ class Out(NamedTuple):
         if self.head is None:
             raise ValueError("this model has no output matrix (config.model.decoder.head=False)")
         head = self.head.astype(hidden.dtype)
-        logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+        logits = product(hidden, head, preferred_element_type=jnp.float32)
         cap = self.logit_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,13 +112,37 @@ def token_scores(
     columns = chunk or max(256, _AUTO_LOGITS // labels.shape[1])
     if columns < V and (cut := VocabularyChunks.of(V, columns, tile, shards)).parts > 1:
         return chunked_scores(cut, out.hidden, out.head, labels, out.logit_cap)
-    logits = out.logits(out.hidden)
+    logits = out.logits(out.hidden, _product)
     # A sum and no gather: XLA's partitioner aborts on one of logits that are split by rows and by
     # columns on an island (jaxlib 0.10.2). Adding zeros changes no bit.
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     picked = jnp.sum(jnp.where(index == labels[..., None], logits, 0), axis=-1)
     nll = jax.nn.logsumexp(logits, axis=-1) - picked
     return nll, (_argmax(logits) == labels).astype(jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(hidden: jax.Array, head: jax.Array, preferred_element_type: Any) -> jax.Array:
+    """``jnp.matmul`` with the matrix's gradient as the matmul that it is.
+
+    Of JAX's own, a matmul and a transpose, XLA for CPUs makes a transposed copy of the logits'
+    gradient, and a matmul with it at half the rate: a twelfth of a small model's step.
+    """
+    return jnp.matmul(hidden, head, preferred_element_type=preferred_element_type)
+
+
+def _product_forward(hidden: jax.Array, head: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
+    return _product(hidden, head, dtype), (hidden, head)
+
+
+def _product_backward(dtype: Any, kept: Any, d: jax.Array) -> tuple[jax.Array, jax.Array]:
+    hidden, head = kept
+    d_hidden = jnp.matmul(d, head.T.astype(dtype))
+    d_head = jnp.einsum("...d,...v->dv", hidden.astype(dtype), d)
+    return d_hidden.astype(hidden.dtype), d_head.astype(head.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
 
 
 def _argmax(logits: jax.Array) -> jax.Array:
