@@ -312,7 +312,7 @@ class Out(NamedTuple):
     """f32[]: logits become ``cap * tanh(logits / cap)``; ``None``: logits are not capped."""
 
     def logits(self, hidden: Any, product: Callable[..., Any] = jnp.matmul) -> jax.Array:
-        """Compute the logits f32[..., V] of hidden states [..., D]; ``product`` is of matrices.
+        """Compute the logits f32[..., V] of hidden states [..., D]; ``product`` is like matmul.
 
         Raises:
             ValueError: the model has no output projection.

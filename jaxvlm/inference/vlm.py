@@ -84,6 +84,7 @@ class VLM:
         self.config, self.model, self.params = config, model, params
         self.tokenizer, self.image_format = tokenizer, image_format
         self._own_input_types = own_input_types
+        self._longest_said = 0
         self.kv_memory: KVMemory | None = None
         """What the KV cache of the latest batch's prompts takes, if it is compressed."""
         self.cache: VisualTokens | None = None
@@ -268,7 +269,8 @@ class VLM:
         how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
         asked = prompts.to_answer(queries, *how, share=_shares(policy), cache=self.current_cache())
         data = self.config.data
-        if data.train and asked.longest > data.max_length:
+        if data.train and asked.longest > max(data.max_length, self._longest_said):
+            self._longest_said = asked.longest
             _log.warning(
                 "a prompt has %s tokens, and the run was trained on sequences of at most %s "
                 "(config.data.max_length): the answer may be worse",

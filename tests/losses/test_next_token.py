@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxvlm.config import Config, MeshConfig
+from jaxvlm.losses import next_token
 from jaxvlm.losses.chunked_cross_entropy import VocabularyChunks, chunked_scores
 from jaxvlm.losses.next_token import NextToken, targets, token_scores
 from jaxvlm.losses.registry import make_loss
+from jaxvlm.planner.compiled import collectives
 from jaxvlm.planner.request import abstract_devices
 from jaxvlm.types import Batch, Out
 
@@ -163,3 +167,25 @@ def test_chunks_on_accelerators_are_whole_tiles_of_each_device(mesh):
     for platform, tile in (("cpu", 1), ("gpu", 256), ("tpu", 256)):
         loss = make_loss(Config(loss_chunk=5), abstract_devices.mesh(sizes, platform))
         assert loss == NextToken(5, tile=tile, shards=2)
+
+
+def test_a_sharded_output_matrix_is_gathered_no_more_often_than_by_jax(monkeypatch):
+    mesh = jax.make_mesh((4,), ("fsdp",), (AxisType.Auto,), devices=jax.devices()[:4])
+
+    def sent():
+        shapes = {"hidden": ((16, 64, 1024), ("fsdp",)), "head": ((1024, 32000), ("fsdp",))}
+        hidden, head = (
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+            for shape, spec in shapes.values()
+        )
+        labels = jax.ShapeDtypeStruct((16, 64), jnp.int32, sharding=hidden.sharding)
+
+        def loss(hidden, head, labels):
+            return jnp.sum(token_scores(Out(hidden, head), labels)[0])
+
+        program = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, head, labels).compile()
+        return collectives.total(collectives.read(program.as_text(), dict(mesh.shape)))
+
+    ours = sent()
+    monkeypatch.setattr(next_token, "_product", jnp.matmul)
+    assert 0 < ours <= sent()

@@ -23,6 +23,10 @@ def test_one_row_times_a_matrix(size, dtype):
     bound = size * 2.0**-24 * (np.abs(exact[0]) @ np.abs(exact[1]))
     own = 0 if dtype == "float32" else 2.0**-8 * np.abs(exact[0] @ exact[1])
     assert (np.abs(np.asarray(y, np.float64) - exact[0] @ exact[1]) <= bound + own).all()
+    grads = jax.grad(lambda *a: param._one_row(*a).astype(jnp.float32).sum(), (0, 1))(x, w)
+    np.testing.assert_array_equal(grads[1], np.repeat(x.reshape(-1, 1), 24, 1))
+    want = exact[1].sum(1)
+    np.testing.assert_allclose(np.asarray(grads[0], np.float64)[0, 0], want, 2.0**-7, 2.0**-7)
 
 
 def test_a_gpu_multiplies_one_row_so_and_no_other():

@@ -64,10 +64,9 @@ elif verb == "logs":
     name = words[0].partition("jobset-name=")[2].partition(",")[0]
     print((folder / f"{{name}}.log").read_text(), end="")
 elif verb == "delete":
-    try:
-        os.killpg(int((folder / f"{{words[1]}}.pod").read_text()), 9)
-    except (FileNotFoundError, ProcessLookupError):
-        pass  # never made, or over
+    pod = folder / f"{{words[1]}}.pod"
+    if pod.exists() and not pod.with_suffix(".end").exists():  # else its number may be another's
+        os.killpg(int(pod.read_text()), 9)
     for suffix in ("jobset", "end", "log", "pod"):
         (folder / f"{{words[1]}}.{{suffix}}").unlink(missing_ok=True)
 """
@@ -166,6 +165,16 @@ def test_a_signal_leaves_the_jobsets(cluster, tmp_path):
     assert driver.counts(workdir) == {"done": 4} and len(applied(cluster)) == 4
 
 
+def is_free(path):
+    """Whether a trial's lock is held by no process: a killed one is gone a moment later."""
+    with path.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
 def test_one_that_is_deleted_has_failed_and_starts_again(cluster, tmp_path):
     workdir, said = tmp_path / "s", []
 
@@ -175,9 +184,7 @@ def test_one_that_is_deleted_has_failed_and_starts_again(cluster, tmp_path):
             [jobset] = cluster.glob("*.jobset")
             kubectl = [str(cluster / "kubectl"), "delete", "--namespace=default"]
             subprocess.run([*kubectl, "jobset", jobset.stem], check=True)
-            for path in workdir.glob("*/.lock"):  # held until the killed trial is no more
-                with path.open() as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX)
+            driver.wait_for(lambda: all(map(is_free, workdir.glob("*/.lock"))))
 
     grid = "optim.learning_rate=0.1"
     assert driver.run(workdir, grid, say=say, on="gke")
