@@ -56,8 +56,6 @@ MODELS = {
 """The covering set: packed patches; soft cap and prompts read both ways; windows and images read
 both ways; whole rows in the tower. Its batches, by model.
 """
-STEP_CHIPS = ("h200:8",)
-"""Chips of the covering set: the compiler of TPUs takes minutes a step."""
 ROWS = 4
 """Typical rows on a device, in jobs."""
 
@@ -70,6 +68,8 @@ class Job(NamedTuple):
     remat: str
     options: str = ""
     """Of :data:`OPTIONS`."""
+    rows: int = ROWS
+    """Rows on a device."""
 
 
 OPTIONS = {
@@ -88,6 +88,7 @@ JOBS = (
     Job("h200:1", "paligemma2-3b", "full"),
     Job("v6e:2x4", "qwen3-vl-2b", "full"),
     Job("v6e:2x4", "qwen3-vl-2b", "full", "whole matmuls"),
+    Job("v6e:2x4", "qwen3-vl-2b", "dots", "whole matmuls", 2),
 )
 
 
@@ -218,7 +219,7 @@ def job_setup(job: Job) -> StepSetup:
         for x in ("vision", "decoder")
     }
     patches = executed_flops.PATCHES if setup.patches else 0
-    rows = ROWS * own.devices
+    rows = job.rows * own.devices
     return setup._replace(
         config=dataclasses.replace(setup.config, **towers),
         rows=rows,
@@ -262,12 +263,13 @@ def work() -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
                 f"{chip.split(':')[0]}, {name}",
                 lambda c=chip, x=call: attention(c, x),
             )
-    for chip, model in itertools.product(STEP_CHIPS, MODELS):
+    for chip, model in itertools.product(CHIPS, MODELS):
         for batch in MODELS[model]:
             case = lowering.Case(chip, model, "full", batch)
             yield "steps", ", ".join(case), lambda c=case: step(c)
     for job in JOBS:
-        yield "jobs", ", ".join(filter(None, job)), lambda j=job: run_job(j)
+        rows = f"{job.rows} rows" if job.rows != ROWS else ""
+        yield "jobs", ", ".join(filter(None, (*job[:4], rows))), lambda j=job: run_job(j)
 
 
 def tables(result: dict[str, Any]) -> str:

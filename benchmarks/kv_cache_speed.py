@@ -159,6 +159,7 @@ def published(chips: str, length: int) -> ModelConfig:
 def compiled(chips: str, length: int) -> list[dict[str, Any]]:
     """Bytes of a published model's programs, compiled for ``chips``."""
     from jaxvlm.planner.compiled import topology
+    from jaxvlm.planner.hardware import machine
 
     config = published(chips.split(":")[0], length)
     model = build_model(config, make_mesh(MeshConfig(data=1), topology.devices(chips)[:1]))
@@ -181,7 +182,9 @@ def compiled(chips: str, length: int) -> list[dict[str, Any]]:
             generating = generate.lower(params, state).compile()
             row = {"chips": chips, "way": way, "batch": batch_size, "length": length}
             row |= {"parameters": own} | bytes_of(reading, generating, own)
-            if policy is None:  # a compressed cache's layers choose one of several programs
+            # A compressed cache's layers choose one of several programs; and libtpu's text does not
+            # say how often a loop over layers runs.
+            if policy is None and machine.parse(chips).platform == "gpu":
                 ops = hlo_costs.read(_one_token(generating))
                 row["token_moved"] = round(sum(op.times * op.moved for op in ops))
             rows.append(row)
