@@ -15,8 +15,8 @@ from jaxvlm.types import Batch, Out
 
 _FEW = 64
 """Sequences that may be one on each device. On GPUs their hidden states are multiplied twice, as
-rows of a matrix: XLA takes a single one as a vector, for which it copies all of a bfloat16 output
-matrix to float32, at each token.
+rows of a matrix: for a single one XLA copies all of a bfloat16 output matrix to float32, at each
+token.
 """
 
 
