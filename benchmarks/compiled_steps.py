@@ -89,6 +89,7 @@ JOBS = (
     Job("v6e:2x4", "qwen3-vl-2b", "full"),
     Job("v6e:2x4", "qwen3-vl-2b", "full", "whole matmuls"),
     Job("v6e:2x4", "qwen3-vl-2b", "dots", "whole matmuls", 2),
+    Job("v6e:2x4", "paligemma2-3b", "full", "whole matmuls"),
 )
 
 
