@@ -11,7 +11,8 @@ Without ``--chips`` a decoder of eight layers (float32, random weights) reads pr
 but the last 32 are visual, then generates 64 tokens, at batch 1 and 8: all in turns, in one run,
 by the same kernels. With ``--chips`` Qwen2.5-VL 3B (bfloat16, all its layers) is compiled for chips
 that need not be here. Bytes are the compiler's: what is passed from reading to generating less
-parameters (the KV cache), temporaries, and what a token moves in memory. With ``--meshes`` the
+parameters (the KV cache), temporaries, and what a token moves in memory and sends. ``--ways``
+leaves out others, and ``h200:2`` are two devices of one model. With ``--meshes`` the
 small decoder is compiled for meshes of eight devices, and what its programs send is read from them,
 per token where they generate. Writes results/kv_cache_speed_{cpu,aot}.json or
 results/kv_cache_traffic_cpu.json.
@@ -30,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import hlo_costs
 from benchmarks.common import RESULTS, environment, write
@@ -38,6 +40,7 @@ from jaxvlm.inference.generate import Compression, Sampling, decode, prefill
 from jaxvlm.inference.kv_policy import KVPolicy, preset
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.spmd.model import Model, build_model
+from jaxvlm.train import program_memory
 from jaxvlm.types import Batch
 
 NEW, TEXT, IMAGE = 64, 32, 3
@@ -156,28 +159,30 @@ def published(chips: str, length: int) -> ModelConfig:
     return dataclasses.replace(asked.config.model, dtype="bfloat16")
 
 
-def compiled(chips: str, length: int) -> list[dict[str, Any]]:
-    """Bytes of a published model's programs, compiled for ``chips``."""
-    from jaxvlm.planner.compiled import topology
+def compiled(chips: str, length: int, ways: list[str]) -> list[dict[str, Any]]:
+    """Bytes of a published model's programs on a device; several devices are a tensor axis."""
+    from jaxvlm.planner.compiled import collectives, topology
     from jaxvlm.planner.hardware import machine
 
     config = published(chips.split(":")[0], length)
-    model = build_model(config, make_mesh(MeshConfig(data=1), topology.devices(chips)[:1]))
+    devices = topology.devices(chips)
+    model = build_model(config, make_mesh(MeshConfig(data=1, tensor=len(devices)), devices))
     model = model.holding(dict.fromkeys(model.shapes, jnp.bfloat16))
     params, rows = model.abstract(), []
-    own = sum(x.size * x.dtype.itemsize for x in params.values())
-    here = jax.sharding.SingleDeviceSharding(model.mesh.devices.flat[0])
+    own = sum(program_memory.bytes_of(x) for x in params.values())
+    here = NamedSharding(model.mesh, PartitionSpec())
     for batch_size in (1, 8):
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
             prompts(batch_size, length, 3),
         )
-        for way, policy in WAYS.items():
+        for way in ways:
+            policy = WAYS[way]
             read, generate = programs(model, policy)
             reading = read.lower(params, batch).compile()
-            shapes = jax.eval_shape(read, params, batch)
             state = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes
+                lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+                *(jax.eval_shape(read, params, batch), reading.output_shardings),
             )
             generating = generate.lower(params, state).compile()
             row = {"chips": chips, "way": way, "batch": batch_size, "length": length}
@@ -185,8 +190,10 @@ def compiled(chips: str, length: int) -> list[dict[str, Any]]:
             # A compressed cache's layers choose one of several programs; and libtpu's text does not
             # say how often a loop over layers runs.
             if policy is None and machine.parse(chips).platform == "gpu":
-                ops = hlo_costs.read(_one_token(generating))
-                row["token_moved"] = round(sum(op.times * op.moved for op in ops))
+                text = _one_token(generating)
+                row["token_moved"] = round(sum(x.times * x.moved for x in hlo_costs.read(text)))
+                found = collectives.read(text, dict(model.mesh.shape))
+                row["token_sent"] = collectives.total(found)
             rows.append(row)
             print(rows[-1], flush=True)
     return rows
@@ -237,6 +244,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="Tokens of a prompt.")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--chips", nargs="+", default=[], help="Chips to compile for.")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--meshes", action="store_true", help="Compile for meshes of 8 devices.")
     args = parser.parse_args()
     if args.meshes:
@@ -245,7 +253,7 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     for chips in args.chips:
-        rows += compiled(chips, args.length)
+        rows += compiled(chips, args.length, args.ways)
     if not args.chips:
         for row in measured(small_model(), (1, 8), args.length, args.repeats, WAYS):
             print(row, flush=True)

@@ -13,12 +13,6 @@ from jaxvlm.nn.kv_cache import KVCache, Shared, init_kv_cache
 from jaxvlm.nn.mask import Mask
 from jaxvlm.types import Batch, Out
 
-_FEW = 64
-"""Sequences that may be one on each device. On GPUs their hidden states are multiplied twice, as
-rows of a matrix: for a single one XLA copies all of a bfloat16 output matrix to float32, at each
-token.
-"""
-
 
 @runtime_checkable
 class Decodes(Protocol):
@@ -291,15 +285,7 @@ def _mask(
 
 def _sample(out: Out, sampling: Sampling, keys: jax.Array, index: jax.Array) -> jax.Array:
     """i32[B]: samples the token after the last hidden state of each sequence."""
-    hidden = out.hidden[:, -1]
-    if len(hidden) <= _FEW and hidden.dtype != jnp.float32:
-        logits = jax.lax.platform_dependent(
-            hidden,
-            cuda=lambda x: out.logits(jnp.repeat(x[:, None], 2, 1))[:, 0],
-            default=out.logits,
-        )
-    else:
-        logits = out.logits(hidden)
+    logits = out.logits(out.hidden[:, -1])
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     token_keys = jax.vmap(lambda k: jax.random.fold_in(k, index))(keys)
