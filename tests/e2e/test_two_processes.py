@@ -67,7 +67,10 @@ def test_two_processes_give_one_processs_losses(data, tmp_path, mesh):
     expected, got = losses(alone), losses(both)
     assert got.keys() == expected.keys() == set(range(1, 13))
     for step, loss in expected.items():
-        close(got[step], loss, 1e-6, step)
+        # A change that lies between two of the values of int8 may go to either, as another order
+        # of additions has it: as if all did, of what was learnt since the first outer update.
+        rounded = (expected[1] - loss) / 127 / loss if mesh is ISLANDS and step > 3 else 0
+        close(got[step], loss, 1e-6 + max(rounded, 0), step)
     assert "80 answers" in outputs[0], "each record is scored once, not once a process"
     assert "train 12/12" in outputs[0] and "train" not in outputs[1], "process 0 alone speaks"
     assert (both / "predictions.png").is_file()
