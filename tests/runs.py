@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import platform
+import signal
 import socket
 import subprocess
 import sys
@@ -119,7 +120,8 @@ def command(*args: str) -> list[str]:
 
 def environment(devices: int = 8, **extra: str) -> dict[str, str]:
     flags = f"--xla_force_host_platform_device_count={devices} {FLAGS}"
-    return os.environ | {"XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"} | extra
+    own = {"XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    return os.environ | own | extra
 
 
 def start(
@@ -137,13 +139,13 @@ def start(
 
 
 def finish(process, timeout: float = 600) -> str:
-    """What it said. ``timeout`` is for one that hangs; it leaves no process behind."""
+    """What it said. ``timeout`` is for one that hangs: it says where each of its threads is."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        process.kill()
+        process.send_signal(signal.SIGABRT)
         raise AssertionError(
-            f"not done in {timeout} s: {process.communicate()[1][-3000:]}"
+            f"not done in {timeout} s: {process.communicate()[1][-9000:]}"
         ) from None
     assert process.returncode == 0, err[-3000:]
     return out + err
