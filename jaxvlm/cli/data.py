@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import pathlib
 from typing import Any
@@ -154,7 +155,7 @@ def _mixture(values: flags.FlagValues) -> dict[str, Any]:
     check_data(config)
     _check_flags(values)
     read = mixture_records.read(config.data)
-    records = [record for own, _ in read.values() for record in own]
+    records = itertools.chain.from_iterable(own for own, _ in read.values())
     how, of_model = _of_recipe(config, records)
     how["look_alikes"] = values.look_alikes
     reports, shares, can_run = validate.validate_mixture(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -76,12 +77,12 @@ def prepare_conversations(given: Config, workdir: pathlib.Path | None) -> Prepar
     return Prepared(config, source, made, images, dataset)
 
 
-def _read(config: Config) -> tuple[Any, list[Record]]:
+def _read(config: Config) -> tuple[Any, Iterable[Record]]:
     """What is read of the training data, for :func:`make_dataset`, and all their records."""
     data = config.data
     if not data.train:
         sources = mixture_records.read(data)
-        return sources, [record for records, _ in sources.values() for record in records]
+        return sources, itertools.chain.from_iterable(records for records, _ in sources.values())
     if is_packed(data.train, data):
         return None, []
     read = conversation_formats.read(data.train, data)

@@ -83,6 +83,26 @@ def test_compressed_files_are_those_inside(tmp_path, kind, ending):
     assert len(packed) == 5
 
 
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_file_that_was_cut_off_is_no_shorter_one(tmp_path, ending, parts):
+    pack = gzip.compress if ending == ".gz" else zstandard.ZstdCompressor().compress
+    lines = [json.dumps({"question": f"é {i}", "answer": "yes"}) + "\n" for i in range(3000)]
+    size = len(lines) // parts
+    each = [pack("".join(lines[i : i + size]).encode()) for i in range(0, len(lines), size)]
+    data, ends = b"".join(each), np.cumsum([0, *map(len, each)]).tolist()
+    path = tmp_path / f"t.jsonl{ending}"
+    path.write_bytes(data)
+    assert len(read(str(path))[0]) == len(lines)
+    for cut in (1, 4, len(data) // 2, ends[-2] + 1, len(data) - 5, len(data) - 1):
+        path.write_bytes(data[:cut])
+        with pytest.raises(DataError, match=r"t\.jsonl\..*: can't be decompressed"):
+            read(str(path))
+    path.write_bytes(data + b"more")
+    with pytest.raises(DataError, match="can't be decompressed"):
+        read(str(path))
+
+
 def test_a_tar_of_webdatasets(tmp_path):
     files = {
         "1.jpg": png(1), "1.txt": b"a cat",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,18 +62,15 @@ class Named(Sequence[Any]):
 
 def flat(name: str, items: Sequence[Sequence[int]] | Sequence[str]) -> dict[str, np.ndarray]:
     """Arrays of :class:`Groups`, or of :class:`Strings`: ``NAME`` and ``NAME_start``."""
-    parts = [
-        np.frombuffer(item.encode("utf-8", "surrogateescape"), np.uint8)
-        if isinstance(item, str)
-        else np.asarray(item, int)
-        for item in items
+    parts: list[Any] = [
+        item.encode("utf-8", "surrogateescape") if isinstance(item, str) else item for item in items
     ]
-    kind = np.uint8 if items and isinstance(items[0], str) else np.int64
-    counts = np.asarray([len(part) for part in parts], np.int64)
-    return {
-        name: np.concatenate([np.zeros(0, kind), *parts]).astype(kind),
-        f"{name}_start": np.concatenate([[0], np.cumsum(counts)]),
-    }
+    if items and isinstance(items[0], str):
+        values = np.frombuffer(b"".join(parts), np.uint8)
+    else:
+        values = np.fromiter(itertools.chain.from_iterable(parts), np.int64)
+    counts = np.fromiter(map(len, parts), np.int64, len(parts))
+    return {name: values, f"{name}_start": np.concatenate([[0], np.cumsum(counts)])}
 
 
 class Spans(Sequence[Any]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 SOURCE_SETTINGS = ("image_root", "column_mapping", "ignored_fields")
 """Settings of how a source is read; those that it leaves out are ``config.data``'s."""
 _CHOICE = 0x3C  # tag of a random stream
-Read = dict[str, tuple[list[Record], list[Problem]]]
+Read = dict[str, tuple[Sequence[Record], list[Problem]]]
 """Source -> its records and problems; packed sources are not in it."""
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import hashlib
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from jaxvlm.config import check_choice
 from jaxvlm.data.errors import ImageError, Problem
 from jaxvlm.data.image_placeholders import ImageSpans, Lead
 from jaxvlm.data.images import image_files
+from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record, Turn
 from jaxvlm.data.sources.member_names import is_video, shown
 from jaxvlm.data.tokenizer.chat_template import TemplateError
@@ -57,7 +59,7 @@ class Corpus(NamedTuple):
     """Index of each record in the list that was tokenized."""
 
 
-def texts(records: Sequence[Record]) -> Iterator[str]:
+def texts(records: Iterable[Record]) -> Iterator[str]:
     """Yield the text of each turn: input of :func:`jaxvlm.data.tokenizer.chat_tokenizer.build`."""
     for record in records:
         for turn in record.turns:
@@ -108,7 +110,7 @@ def to_embed(text: str, instruction: str) -> list[Turn]:
     return [Turn("system", system), Turn("user", text or "NULL")]
 
 
-def split_turns(records: Sequence[Record], loss_turns: str) -> list[Record]:
+def split_turns(records: Sequence[Record], loss_turns: str) -> Sequence[Record]:
     """Return the records that ``data.loss_turns`` makes of conversations.
 
     A chat template may write an answer otherwise once another turn follows (without its thinking),
@@ -125,19 +127,20 @@ def split_turns(records: Sequence[Record], loss_turns: str) -> list[Record]:
     """
     check_choice("data.loss_turns", loss_turns, (ALL, LAST, EACH))
     if loss_turns == ALL:
-        return list(records)
-    chosen: list[Record] = []
+        return records
+    chosen = conversation_formats.spool()
     for record in records:
         ends = [
             i for i, turn in enumerate(record.turns) if turn.role == "assistant" and turn.trained
         ]
         if loss_turns == LAST:
-            chosen.append(_until(record, ends[-1]))
+            chosen.add(_until(record, ends[-1]))
             continue
         parts = [_until(record, end) for end in ends]
         names = [record.id, *(f"{record.id}#{n + 2}" for n in range(len(parts) - 1))]
-        chosen += [part._replace(id=name) for part, name in zip(parts, names, strict=True)]
-    return chosen
+        for part, name in zip(parts, names, strict=True):
+            chosen.add(part._replace(id=name))
+    return chosen.items()
 
 
 def _until(record: Record, last: int) -> Record:
@@ -165,15 +168,18 @@ def encode(
     """
     measured, unfit = _measure_spans(records, _by_file(spans, tokenizer.image_id))
     # Equal conversations are rendered and tokenized once: a cache, so no result depends on it.
-    number: dict[_Conversation, int] = {}
-    conversations = [
-        (r.turns, tuple(Lead.of(measured[path]) for path in r.images if path in measured))
-        for r in records
-    ]
-    conversation = [number.setdefault(one, len(number)) for one in conversations]
-    ids, loss, reasons = _encode_turns(list(number), tokenizer)
-    start = np.concatenate([[0], np.cumsum([len(i) for i in ids], dtype=np.int64)])
-    marks = np.asarray([int((i == tokenizer.image_id).sum()) for i in ids], np.int32)
+    number: dict[bytes, int] = {}
+    conversation, encoded = array.array("q"), _Encoded(tokenizer)
+    for record in records:
+        leads = tuple(Lead.of(measured[path]) for path in record.images if path in measured)
+        one = record.turns, leads
+        digest = hashlib.blake2b(repr(one).encode(), digest_size=16).digest()
+        if digest not in number:
+            number[digest] = len(number)
+            encoded.add(one)
+        conversation.append(number[digest])
+    encoded.finish()
+    start, marks, reasons = np.asarray(encoded.start), encoded.marks, encoded.reasons
 
     image: dict[str, int] = {}
     good: list[int] = []
@@ -194,10 +200,10 @@ def encode(
     per_image = [len(span.ids) for span in of_image]
     images = tuple(tuple(image[p] for p in records[i].images) for i in good)
     extra = [sum(per_image[p] - 1 for p in group) for group in images]
-    which = np.asarray([conversation[i] for i in good], np.int64)
+    which = np.asarray(conversation, np.int64)[good]
     corpus = Corpus(
-        tokens=np.concatenate([np.zeros(0, np.int32), *ids]),
-        loss=np.concatenate([np.zeros(0, bool), *loss]),
+        tokens=np.concatenate([np.zeros(0, np.int32), *encoded.ids]),
+        loss=np.concatenate([np.zeros(0, bool), *encoded.loss]),
         first=start[which],
         last=start[which + 1],
         length=(start[which + 1] - start[which] + np.asarray(extra, np.int64)).astype(np.int32),
@@ -240,32 +246,54 @@ def _by_file(spans: ImageSpans, image_id: int) -> Callable[[str], Span]:
     return measure
 
 
-def _encode_turns(
-    conversations: list[_Conversation], tokenizer: ChatTokenizer
-) -> tuple[list[np.ndarray], list[np.ndarray], list[tuple[str, str]]]:
-    """Tokenize conversations: ids, loss mask and (reason, detail); an empty reason is none."""
-    ids: list[np.ndarray] = []
-    loss: list[np.ndarray] = []
-    reasons: list[tuple[str, str]] = []
-    forbidden = special_pattern(tokenizer)
-    for begin in range(0, len(conversations), _TOKENIZE_BATCH):
-        rendered, spans = [], []
-        for turns, leads in conversations[begin : begin + _TOKENIZE_BATCH]:
+class _Encoded:
+    """Conversations, tokenized some at a time.
+
+    Attributes:
+        ids: token ids, in parts.
+        loss: loss masks, in the same parts.
+        start: where each conversation begins in the parts together, and their end.
+        marks: image tokens of each.
+        reasons: (reason, detail) of each; an empty reason is none.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer):
+        self._tokenizer, self._forbidden = tokenizer, special_pattern(tokenizer)
+        self._waiting: list[_Conversation] = []
+        self.ids: list[np.ndarray] = []
+        self.loss: list[np.ndarray] = []
+        self.start, self.marks = array.array("q", [0]), array.array("q")
+        self.reasons: list[tuple[str, str]] = []
+
+    def add(self, conversation: _Conversation) -> None:
+        self._waiting.append(conversation)
+        if len(self._waiting) == _TOKENIZE_BATCH:
+            self.finish()
+
+    def finish(self) -> None:
+        """Tokenize those that wait."""
+        tokenizer, rendered, spans, reasons = self._tokenizer, [], [], []
+        for turns, leads in self._waiting:
             # An earlier answer that is not trained may be written without its thinking.
             forgets = not any(turn.trained for turn in turns[:-1] if turn.role == "assistant")
             render = functools.partial(tokenizer.render, leads=leads, forgets=forgets)
-            text, where, reason = _render(turns, tokenizer, forbidden, render)
+            text, where, reason = _render(turns, tokenizer, self._forbidden, render)
             rendered.append(text)
             spans.append(where)
             reasons.append(reason)
-        encodings = tokenizer.encode_chats(rendered)
-        for c, (encoding, where) in enumerate(zip(encodings, spans), start=begin):
+        ids, loss = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
+        for c, encoding in enumerate(tokenizer.encode_chats(rendered)):
             tokens = np.asarray(encoding.ids, np.int32)
             ids.append(tokens)
-            loss.append(_mask(tokens, encoding.offsets, where, tokenizer))
-            if joined := _joined(encoding, rendered[c - begin], where, tokenizer):
+            loss.append(_mask(tokens, encoding.offsets, spans[c], tokenizer))
+            if joined := _joined(encoding, rendered[c], spans[c], tokenizer):
                 reasons[c] = (_JOINED, joined)
-    return ids, loss, reasons
+            self.start.append(self.start[-1] + len(tokens))
+            self.marks.append(int((tokens == tokenizer.image_id).sum()))
+        self.ids.append(np.concatenate(ids))
+        self.loss.append(np.concatenate(loss))
+        self.reasons += reasons
+        self._waiting = []
 
 
 def special_pattern(tokenizer: ChatTokenizer) -> re.Pattern[str]:
@@ -420,8 +448,8 @@ def with_readable_images(
 def digest(corpus: Corpus) -> str:
     """Hash token ids, loss masks, and the images' file names and sizes (not their folder)."""
     out = hashlib.blake2b(digest_size=8)
-    for array in (corpus.tokens, corpus.loss, corpus.first, corpus.last):
-        out.update(array.tobytes())
+    for values in (corpus.tokens, corpus.loss, corpus.first, corpus.last):
+        out.update(np.ascontiguousarray(values).data)
     used = sorted({p for images in corpus.images for p in images})
     digests: dict[int, bytes] = {}  # images of the same size share a span
     for span in (corpus.spans[i] for i in used):

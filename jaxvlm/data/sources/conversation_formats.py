@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxvlm.config import DataConfig, extension
@@ -29,6 +29,7 @@ from jaxvlm.data.sources.fetched import OfUrl
 from jaxvlm.data.sources.fields import OF_IMAGE, OF_TURN, Allowed, BadItem, is_empty, name_of
 from jaxvlm.data.sources.layouts import LAYOUTS, TEXTS, Layout, by_rows
 from jaxvlm.data.sources.member_names import InFile, as_video, bare, is_video
+from jaxvlm.data.sources.spool import Spool
 
 _OF_TAR = dict.fromkeys(tables.IMAGES, "image") | {"txt": "caption"}
 _OF_TAR |= dict.fromkeys(tables.VIDEOS, "video")
@@ -81,18 +82,19 @@ class Record(NamedTuple):
 
 def read(
     spec: str, config: DataConfig = tables.DEFAULT, of_url: OfUrl | None = None
-) -> tuple[list[Record], list[Problem]]:
+) -> tuple[Sequence[Record], list[Problem]]:
     """Read a data file, several, or a named source.
 
     Args:
-        spec: what :func:`jaxvlm.data.sources.tables.read` reads, or a name in ``SOURCES`` such as
+        spec: what :func:`jaxvlm.data.sources.tables.each` reads, or a name in ``SOURCES`` such as
             ``easy-vqa:train``.
         config: data settings; of these, ``image_root``, ``ignored_fields``, ``literal_markers``,
             ``format``, ``column_mapping``, ``tsv_quoting`` and ``fetched`` are read.
         of_url: gives the files of images at URLs; ``None``: as ``data.fetched`` says.
 
     Returns:
-        Records in the file's order, and a Problem for each item that is not a valid record.
+        Records in the file's order, from a temporary file if they are many; and a Problem for each
+        item that is not a valid record.
 
     Raises:
         DataError: the file as a whole can't be used.
@@ -100,43 +102,58 @@ def read(
     own = extension.is_set(config.format, custom_format.PATH)
     if spec in SOURCES and not own:
         return SOURCES[spec](), []
-    problems: list[Problem]
+    raw: Iterable[tables.Raw | Problem]
     if own:
         items = custom_format.read_items(config, spec, Record)
-        raw, problems = tables.raw_records(items, spec, config), []
+        raw = tables.raw_records(items, spec, config)
     else:
-        raw, problems = tables.read(spec, config, SOURCES, TEXTS)
-    mapping = tables.mapping_of(spec, raw, config)
+        raw = tables.each(spec, config, SOURCES, TEXTS)
     allowed = Allowed.of(
         config.ignored_fields, config.literal_markers, of_url or fetched.of_config(config)
     )
-    records: list[Record] = []
-    splits = fields.Splits(spec, config)
-    for where, item, locate, _ in raw:
-        identifier = where
+    records = spool()
+    unread, problems = list[Problem](), list[Problem]()
+    columns, splits = tables.Columns(spec, config), fields.Splits(spec, config)
+    for found in raw:
+        if isinstance(found, Problem):
+            unread.append(found)
+            continue
+        identifier, item, locate, _ = found
         try:
             if isinstance(item, Problem):
                 problems.append(item)
                 continue
             if isinstance(item, Record):
-                identifier = item.id or where
-                records.append(_own_record(item._replace(id=identifier), locate, allowed))
+                identifier = item.id or found.where
+                records.add(_own_record(item._replace(id=identifier), locate, allowed))
                 continue
             if not isinstance(item, dict):
                 raise BadItem("not a JSON object")
+            columns.add(item)
             item = {
                 k: v
                 for k, v in item.items()
                 if k not in config.ignored_fields and v is not None  # as tables without it have
             }
-            item = tables.renamed(item, mapping, _OF_TAR)
+            item = tables.renamed(item, columns.names, _OF_TAR)
             splits.add(item)
-            identifier = id_of(item.get("id"), where)
-            records.append(_record(identifier, item, locate, allowed))
+            identifier = id_of(item.get("id"), found.where)
+            records.add(_record(identifier, item, locate, allowed))
         except BadItem as bad:
             problems.append(Problem(identifier, bad.reason, bad.detail))
+    columns.check()
     splits.check()
-    return records, problems
+    return records.items(), [*unread, *problems]
+
+
+def spool() -> Spool[Record]:
+    """Takes any number of records."""
+
+    def made(plain: Any) -> Record:
+        name, turns, images, tags = plain  # lists, which JSON has in place of tuples
+        return Record(name, tuple(Turn(*turn) for turn in turns), tuple(images), tags)
+
+    return Spool(tuple, made)
 
 
 def _record(

@@ -26,7 +26,7 @@ def read(
     path: pathlib.Path,
     tsv_quoting: bool = False,
     is_text: Callable[[str], bool] = lambda column: False,
-) -> tuple[list[tuple[str, dict[str, Any]]], list[Problem]]:
+) -> Iterator[tuple[str, dict[str, Any]] | Problem]:
     """Read a file whose first line names the columns.
 
     Args:
@@ -35,7 +35,7 @@ def read(
         is_text: whether a column is text, also where a cell looks like JSON.
 
     Returns:
-        ``[("file:line", {column: text, or list or object where the cell is JSON of one})]``, where
+        ``("file:line", {column: text, or list or object where the cell is JSON of one})``, where
         an empty cell is a missing field; and a Problem for each record that can't be read.
 
     Raises:
@@ -50,8 +50,6 @@ def read(
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     is_tsv = compressed.kind_of(path) == ".tsv"
     names: list[str] = []
-    records: list[tuple[str, dict[str, Any]]] = []
-    problems: list[Problem] = []
     for number, cells in _rows(text, "\t" if is_tsv else ",", not is_tsv or tsv_quoting):
         where = f"{path.name}:{number}"
         if not names:
@@ -61,11 +59,11 @@ def read(
             if len(set(names)) != len(names) or "" in names:
                 raise DataError(f"{path}: the first line must name each column, once")
         elif isinstance(cells, str):
-            problems.append(Problem(where, cells))
+            yield Problem(where, cells)
         elif len(cells) != len(names):
             more = "more" if len(cells) > len(names) else "fewer"
             detail = f"{len(cells)} cells, {len(names)} columns"
-            problems.append(Problem(where, f"{more} cells than columns", detail))
+            yield Problem(where, f"{more} cells than columns", detail)
         else:
             try:
                 fields = {
@@ -74,10 +72,9 @@ def read(
                     if cell != ""
                 }
             except ValueError as error:
-                problems.append(Problem(where, str(error)))
+                yield Problem(where, str(error))
                 continue
-            records.append((where, fields))
-    return records, problems
+            yield where, fields
 
 
 def _rows(text: str, delimiter: str, quoted: bool) -> Iterator[tuple[int, list[str] | str]]:

@@ -2,61 +2,79 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxvlm.config import json_text
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.sources import compressed
 
+_BOM = b"\xef\xbb\xbf"
 
-def read(path: pathlib.Path) -> tuple[list[tuple[str, Any]], list[Problem]]:
-    """Read the items of a JSON array, a JSON object or JSON lines.
+
+def read(path: pathlib.Path) -> Iterator[tuple[str, Any] | Problem]:
+    """Read the items of a JSON array, a JSON object or JSON lines; of lines, one at a time.
 
     Args:
         path: path of the file.
 
     Returns:
-        ``[("file:line or index", raw item)]``, and a Problem for each invalid line.
+        ``("file:line or index", raw item)`` of each, and a Problem for each invalid line.
 
     Raises:
         DataError: the file as a whole can't be read.
     """
-    data = compressed.read(path).removeprefix(b"\xef\xbb\xbf")
-    if not data.strip():
-        raise DataError(f"{path}: the file is empty; give one with at least one record")
-    lines = data.split(b"\n")
-    if data.lstrip()[:1] == b"[" or _is_one_object(data, lines):
-        try:
-            parsed = json_text.parse(data)
-        except UnicodeDecodeError as error:
-            bad_line = data[: error.start].count(b"\n") + 1
-            raise DataError(f"{path}:{bad_line}: not UTF-8; save the file as UTF-8") from None
-        except ValueError as error:
-            raise DataError(f"{path}: not JSON: {error}; fix the file there") from None
-        parsed = parsed if isinstance(parsed, list) else [parsed]
-        return [(f"{path.name}[{i}]", item) for i, item in enumerate(parsed)], []
-    items: list[tuple[str, Any]] = []
-    problems = []
-    for number, line in enumerate(lines, 1):
+    with compressed.opened(path) as file:
+        first = file.readline().removeprefix(_BOM)
+        blank = 0
+        while first and not first.strip():
+            first, blank = file.readline(), blank + 1
+        if not first:
+            raise DataError(f"{path}: the file is empty; give one with at least one record")
+        # An array, or a single pretty-printed object rather than one object a line.
+        if first.lstrip()[:1] == b"[" or first.strip() == b"{":
+            yield from _whole(path, b"\n" * blank + first + file.read())
+        else:
+            yield from _lines(path, itertools.chain([first], file), blank + 1)
+
+
+def _whole(path: pathlib.Path, data: bytes) -> Iterator[tuple[str, Any]]:
+    try:
+        parsed = json_text.parse(data)
+    except UnicodeDecodeError as error:
+        bad_line = data[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}:{bad_line}: not UTF-8; save the file as UTF-8") from None
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}; fix the file there") from None
+    parsed = parsed if isinstance(parsed, list) else [parsed]
+    for i in range(len(parsed)):
+        item, parsed[i] = parsed[i], None  # what was taken needs no memory any more
+        yield f"{path.name}[{i}]", item
+
+
+def _lines(
+    path: pathlib.Path, lines: Iterable[bytes], begin: int
+) -> Iterator[tuple[str, Any] | Problem]:
+    is_json, first = False, None
+    for number, line in enumerate(lines, begin):
         where = f"{path.name}:{number}"
         if not line.strip():
             continue
         try:
-            items.append((where, json_text.parse(line)))
+            item = json_text.parse(line.removesuffix(b"\n"))
         except UnicodeDecodeError:
-            problems.append(Problem(where, "not UTF-8"))
+            problem = Problem(where, "not UTF-8")
         except ValueError as error:
-            problems.append(Problem(where, "not JSON", str(error)))
-    if not items and problems:
+            problem = Problem(where, "not JSON", str(error))
+        else:
+            is_json = True
+            yield where, item
+            continue
+        first = first or problem
+        yield problem
+    if first and not is_json:
         raise DataError(
-            f"{path}: neither JSON nor JSON lines ({problems[0]});"
-            " give LLaVA JSON, or messages as JSONL"
+            f"{path}: neither JSON nor JSON lines ({first}); give LLaVA JSON, or messages as JSONL"
         )
-    return items, problems
-
-
-def _is_one_object(data: bytes, lines: list[bytes]) -> bool:
-    """Whether the file is a single pretty-printed object rather than one object a line."""
-    first = next(line for line in lines if line.strip())
-    return data.lstrip()[:1] == b"{" and first.strip() == b"{"

@@ -73,19 +73,17 @@ def read(
         DataError: a file as a whole can't be used, a mapped column does not exist, or two records
             have the same id.
     """
-    problems: list[Problem]
     if extension.is_set(config.format, custom_format.PATH):
         items = custom_format.read_items(config, spec, Example)
-        raw, problems = tables.raw_records(items, spec, config), list[Problem]()
+        raw, problems = list(tables.raw_records(items, spec, config)), list[Problem]()
     else:
         raw, problems = tables.read(spec, config)
-    mapping = tables.mapping_of(spec, raw, config)
     allowed = Allowed.of(
         config.ignored_fields, config.literal_markers, of_url or fetched.of_config(config)
     )
     examples: list[Example] = []
     seen: collections.Counter[str] = collections.Counter()
-    splits = Splits(spec, config)
+    columns, splits = tables.Columns(spec, config), Splits(spec, config)
     for record in raw:
         identifier = record.where
         try:
@@ -98,19 +96,21 @@ def read(
                 continue
             if not isinstance(record.fields, dict):
                 raise BadItem("not a JSON object")
+            columns.add(record.fields)
             read = {
                 k: v
                 for k, v in record.fields.items()
                 if k not in config.ignored_fields and not is_empty(v)
             }
             is_marked = any(key in read for key in FORMATS)
-            item = tables.renamed(read, mapping, {} if is_marked else _OF_TAR)
+            item = tables.renamed(read, columns.names, {} if is_marked else _OF_TAR)
             splits.add(item)
             identifier = conversation_formats.id_of(item.get("id"), record.where)
             seen[identifier] += 1
             examples += _examples(identifier, item, record, allowed)
         except BadItem as bad:
             problems.append(Problem(identifier, bad.reason, bad.detail))
+    columns.check()
     splits.check()
     if twice := [name for name, count in seen.items() if count > 1]:
         more = ", ..." if len(twice) > 3 else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import pathlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxvlm.config import DataConfig, json_text
@@ -64,12 +64,21 @@ class Reading(NamedTuple):
         return dict(self.config.column_mapping).get(column, column) in self.texts
 
 
-def read(
+def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Raw], list[Problem]]:
+    """All of :func:`each`: the records, and the problems."""
+    found = list(each(spec, config))
+    return (
+        [x for x in found if isinstance(x, Raw)],
+        [x for x in found if isinstance(x, Problem)],
+    )
+
+
+def each(
     spec: str,
     config: DataConfig = DEFAULT,
     named: Iterable[str] = (),
     texts: Collection[str] = (),
-) -> tuple[list[Raw], list[Problem]]:
+) -> Iterator[Raw | Problem]:
     """Read the records of a file, of all files that match a pattern in the order of their names, or
     of a folder that Hugging Face's ``save_to_disk`` or MosaicML Streaming wrote.
 
@@ -83,7 +92,7 @@ def read(
         texts: fields that are text, also where a cell of a CSV looks like JSON.
 
     Returns:
-        Records, and a Problem for each that can't be read.
+        Records, one at a time where the file allows it, and a Problem for each that can't be read.
 
     Raises:
         DataError: a file as a whole can't be used.
@@ -93,20 +102,20 @@ def read(
     paths = _paths(spec, named)
     base = pathlib.Path(os.path.commonpath([path.parent for path in paths]))
     is_set = paths[0].parent == pathlib.Path(spec).expanduser()  # its files are no tasks
-    records: list[Raw] = []
-    problems: list[Problem] = []
-    reading = Reading(config, texts, {})
+    reading, is_empty_set = Reading(config, texts, {}), True
     for path in paths:
         root = _root(path, config)
         name = str(path.relative_to(base)) if len(paths) > 1 and not is_set else ""
-        raw, bad = READERS[kind_of(path)](path, root, reading)
         # Files with the same name in several folders must not share their records' ids.
         prefix = f"{path.parent.relative_to(base)}/" if path.parent != base else ""
-        records += [r._replace(where=prefix + r.where, task=name) for r in raw]
-        problems += [p._replace(id=prefix + p.id) for p in bad]
-    if not records and not problems:
+        for found in READERS[kind_of(path)](path, root, reading):
+            is_empty_set = False
+            if isinstance(found, Problem):
+                yield found._replace(id=prefix + found.id)
+            else:
+                yield found._replace(where=prefix + found.where, task=name)
+    if is_empty_set:
         raise DataError(f"{spec}: contains no record; give a file with at least one")
-    return records, problems
 
 
 def _paths(spec: str, named: Iterable[str]) -> list[pathlib.Path]:
@@ -185,22 +194,32 @@ def renamed(
     return out
 
 
-def mapping_of(spec: str, raw: Sequence[Raw], config: DataConfig) -> dict[str, str]:
-    """The settings' ``column_mapping``.
+class Columns:
+    """The settings' ``column_mapping``, and whether records have its columns.
 
-    Raises:
-        DataError: it names a column that no record has.
+    Args:
+        spec: the file, or a pattern of files.
+        config: data settings.
     """
-    mapping = dict(config.column_mapping)
-    rows = [r.fields for r in raw if isinstance(r.fields, dict)]
-    for column in mapping:
-        if rows and not any(column in row for row in rows):
-            columns = ", ".join(sorted(rows[0]))
+
+    def __init__(self, spec: str, config: DataConfig):
+        self.names = dict(config.column_mapping)
+        """Column -> field."""
+        self._spec, self._missing, self._first = spec, set(self.names), list[str]()
+
+    def add(self, fields: Mapping[str, Any]) -> None:
+        """Look at a record's columns."""
+        self._missing -= fields.keys()
+        self._first = self._first or sorted(fields)
+
+    def check(self) -> None:
+        """Refuse a column that no record has; raises DataError."""
+        missing = [column for column in self.names if column in self._missing]
+        if missing and self._first:
             raise DataError(
-                f"{spec}: data.column_mapping names {column!r}, which no record has; the columns "
-                f"are {columns}"
+                f"{self._spec}: data.column_mapping names {missing[0]!r}, which no record has; the "
+                f"columns are {', '.join(self._first)}"
             )
-    return mapping
 
 
 def _root(path: pathlib.Path, config: DataConfig) -> pathlib.Path:
@@ -215,76 +234,69 @@ def _plain(root: pathlib.Path) -> Callable[[str], str]:
     return locate
 
 
-def raw_records(items: list[tuple[str, Any]], spec: str, config: DataConfig) -> list[Raw]:
-    """Records that a format of the user's own gave; images are relative as in :func:`read`."""
+def raw_records(items: Iterable[tuple[str, Any]], spec: str, config: DataConfig) -> Iterator[Raw]:
+    """Records that a format of the user's own gave; images are relative as in :func:`each`."""
     locate = _plain(_root(pathlib.Path(spec), config))
-    return [Raw(where, item, locate, "") for where, item in items]
+    return (Raw(where, item, locate, "") for where, item in items)
 
 
-def _json(
-    path: pathlib.Path, root: pathlib.Path, reading: Reading
-) -> tuple[list[Raw], list[Problem]]:
-    items, problems = json_files.read(path)
+def _json(path: pathlib.Path, root: pathlib.Path, reading: Reading) -> Iterator[Raw | Problem]:
+    return _located(json_files.read(path), root)
+
+
+def _csv(path: pathlib.Path, root: pathlib.Path, reading: Reading) -> Iterator[Raw | Problem]:
+    return _located(delimited.read(path, reading.config.tsv_quoting, reading.is_text), root)
+
+
+def _located(
+    items: Iterable[tuple[str, Any] | Problem], root: pathlib.Path
+) -> Iterator[Raw | Problem]:
     locate = _plain(root)
-    return [Raw(where, item, locate, "") for where, item in items], problems
+    for item in items:
+        yield item if isinstance(item, Problem) else Raw(*item, locate, "")
 
 
-def _csv(
-    path: pathlib.Path, root: pathlib.Path, reading: Reading
-) -> tuple[list[Raw], list[Problem]]:
-    items, problems = delimited.read(path, reading.config.tsv_quoting, reading.is_text)
-    return [Raw(where, item, _plain(root), "") for where, item in items], problems
-
-
-def _rows(
-    path: pathlib.Path, root: pathlib.Path, reading: Reading
-) -> tuple[list[Raw], list[Problem]]:
+def _rows(path: pathlib.Path, root: pathlib.Path, reading: Reading) -> Iterator[Raw | Problem]:
     return _records(path, root, columnar.rows(path, reading.same))
 
 
-def _tar(
-    path: pathlib.Path, root: pathlib.Path, reading: Reading
-) -> tuple[list[Raw], list[Problem]]:
+def _tar(path: pathlib.Path, root: pathlib.Path, reading: Reading) -> Iterator[Raw | Problem]:
     """Read a tar shard: a sample's ``json`` has fields; other files are the field they name."""
     shard = webdataset.index(path)
-    problems, plain = list(shard.problems), _plain(root)
+    plain = _plain(root)
     mapping = dict(reading.config.column_mapping)
 
     def locate(name: str) -> str:
         return shard.members.get(name.removeprefix("./")) or plain(name)
 
-    records = []
+    yield from shard.problems
     for key, of_sample in shard.samples:
         where = f"{path.name}:{key}"
         try:
-            records.append(Raw(where, _sample(of_sample, mapping), locate, ""))
+            yield Raw(where, _sample(of_sample, mapping), locate, "")
         except BadItem as bad:
-            problems.append(Problem(where, bad.reason, bad.detail))
-    return records, problems
+            yield Problem(where, bad.reason, bad.detail)
 
 
-def _mds(
-    path: pathlib.Path, root: pathlib.Path, reading: Reading
-) -> tuple[list[Raw], list[Problem]]:
+def _mds(path: pathlib.Path, root: pathlib.Path, reading: Reading) -> Iterator[Raw | Problem]:
     return _records(path, root, mds.samples(path))
 
 
 def _array_record(
     path: pathlib.Path, root: pathlib.Path, reading: Reading
-) -> tuple[list[Raw], list[Problem]]:
+) -> Iterator[Raw | Problem]:
     return _records(path, root, array_records.records(path, reading.same, reading.is_text))
 
 
 def _records(
     path: pathlib.Path, root: pathlib.Path, rows: Iterable[dict[str, Any] | BadItem]
-) -> tuple[list[Raw], list[Problem]]:
-    records, problems, locate = [], [], _plain(root)
+) -> Iterator[Raw | Problem]:
+    locate = _plain(root)
     for i, fields in enumerate(rows):
         if isinstance(fields, BadItem):
-            problems.append(Problem(f"{path.name}[{i}]", fields.reason, fields.detail))
+            yield Problem(f"{path.name}[{i}]", fields.reason, fields.detail)
         else:
-            records.append(Raw(f"{path.name}[{i}]", fields, locate, ""))
-    return records, problems
+            yield Raw(f"{path.name}[{i}]", fields, locate, "")
 
 
 def _sample(of_sample: Mapping[str, str], mapping: Mapping[str, str]) -> dict[str, Any]:
@@ -331,7 +343,7 @@ def _images(value: Any, is_image: bool = False) -> Iterator[str]:
             yield from _images(one, part or "image" in str(name) or "video" in str(name))
 
 
-Reader = Callable[[pathlib.Path, pathlib.Path, Reading], tuple[list[Raw], list[Problem]]]
+Reader = Callable[[pathlib.Path, pathlib.Path, Reading], Iterator[Raw | Problem]]
 READERS: dict[str, Reader] = {
     ".jsonl": _json,
     ".json": _json,
