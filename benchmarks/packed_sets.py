@@ -2,8 +2,9 @@
 
     PYTHONPATH=. python benchmarks/packed_sets.py [--records 100000 1000000 10000000]
 
-One hundred thousand different conversations of text are packed by ``jaxvlm data pack``'s code; the
-larger sets repeat its arrays, so that they have as many records, tokens and sequences to find.
+One hundred thousand different conversations of text are packed by ``jaxvlm data pack``'s code, and
+four times as many, to see what memory that takes for each. The larger sets repeat the arrays of the
+first, so that they have as many records, tokens and sequences to find.
 Each set is opened by a process of its own, which has imported what it needs: the time until the
 first batch from the opening on, until the first batch of a resume in the middle of the third pass,
 records a second of CPU time (one worker, 2,000 batches of eight sequences), and the anonymous
@@ -22,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -31,6 +33,7 @@ from benchmarks.common import environment, write
 
 NAME = "packed_sets"
 UNIQUE = 100_000
+WORDS = [f"w{i}" for i in range(2_000)]
 BATCHES, ROWS, LENGTH = 2_000, 8, 512
 _STARTS = {"piece_start": "piece_record", "sequence_start": "sequence_piece"}
 """Arrays of places in another one."""
@@ -43,30 +46,44 @@ def config() -> Any:
     return DataConfig(batch_size=ROWS, max_length=LENGTH, workers=1)
 
 
-def build(folder: pathlib.Path) -> dict[str, float]:
-    """Pack the different records; returns seconds and the peak of memory."""
-    import resource
+def write_records(path: pathlib.Path, count: int) -> None:
+    """Write different conversations to a JSONL file."""
+    rng = np.random.default_rng(0)
+    with path.open("w") as file:
+        for i in range(count):
+            asked, said = (" ".join(rng.choice(WORDS, n)) for n in rng.integers(4, 24, 2))
+            turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+            file.write(json.dumps({"id": str(i), "messages": turns}) + "\n")
 
+
+def pack(source: str, folder: str) -> dict[str, float]:
+    """Pack a file; returns seconds, and the peak of the memory that no file holds."""
     from jaxvlm.data.conversations import packed_files, packed_set
     from jaxvlm.data.conversations.dataset import load_dataset
-    from jaxvlm.data.sources.conversation_formats import Record, Turn
     from jaxvlm.data.tokenizer import chat_tokenizer
 
-    rng = np.random.default_rng(0)
-    words = [f"w{i}" for i in range(2_000)]
-    records = []
-    for i in range(UNIQUE):
-        asked, said = (" ".join(rng.choice(words, n)) for n in rng.integers(4, 24, 2))
-        records.append(Record(str(i), (Turn("user", asked), Turn("assistant", said)), ()))
-    tokenizer = chat_tokenizer.build(words)
+    tokenizer = chat_tokenizer.build(WORDS)
+    before, peak, done = anonymous_mib(), 0.0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.05):
+            peak = max(peak, anonymous_mib())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     began = time.perf_counter()
-    data = load_dataset(config(), tokenizer, read=(records, []), image_size=8, num_patches=4)
-    with packed_files.new_folder(str(folder)) as partial:
+    data = load_dataset(config(), tokenizer, spec=source, image_size=8, num_patches=4)
+    with packed_files.new_folder(folder) as partial:
         made = packed_set.made_for(data.config, data.settings, tokenizer)
         packed_set.write(partial, data.content, made, tokenizer, data.config, 2**28)
+    done.set()
+    watcher.join()
     return {
+        "records": len(data.records),
+        "tokens": int(data.pieces.num_tokens.sum()),
         "seconds": round(time.perf_counter() - began, 1),
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+        "anonymous_peak_mib": round(peak - before, 1),
     }
 
 
@@ -155,25 +172,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, nargs="+", default=[10**5, 10**6, 10**7])
     parser.add_argument("--measure", help="a set to measure in this process")
+    parser.add_argument("--pack", nargs=2, help="a file to pack in this process, and its folder")
     args = parser.parse_args()
-    if args.measure:
-        print(json.dumps(measure(args.measure)))
+    if args.measure or args.pack:
+        print(json.dumps(measure(args.measure) if args.measure else pack(*args.pack)))
         return
+
+    def child(*given: str) -> dict[str, float]:
+        command = [sys.executable, __file__, *given]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        print(done.stdout.splitlines()[-1], flush=True)
+        found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
     with tempfile.TemporaryDirectory() as made:
-        base = pathlib.Path(made) / "base"
-        packing, rows = build(base), []
+        base, file = pathlib.Path(made) / "base", pathlib.Path(made) / "records.jsonl"
+        packing, rows = [], []
+        for count in (UNIQUE, 4 * UNIQUE):
+            write_records(file, count)
+            folder = base if count == UNIQUE else pathlib.Path(made) / "more"
+            packing.append(child("--pack", str(file), str(folder)))
         for count in args.records:
             folder = base
             if count > UNIQUE:
                 folder = pathlib.Path(made) / str(count)
                 repeat(base, folder, count // UNIQUE)
-            command = [sys.executable, __file__, "--measure", str(folder)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            rows.append(json.loads(done.stdout.splitlines()[-1]))
-            print(rows[-1], flush=True)
+            rows.append(child("--measure", str(folder)))
             if folder != base:
                 shutil.rmtree(folder)
-    write(f"{NAME}.json", {"packing": {"records": UNIQUE} | packing, "rows": rows, **environment()})
+    write(f"{NAME}.json", {"packing": packing, "rows": rows, **environment()})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ function of (seed, step, batch size) and nothing else. All functions here are pu
 
 from __future__ import annotations
 
+import array
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -182,11 +183,13 @@ class _Builder:
 
     def __init__(self, corpus: Corpus, limits: Limits):
         self.corpus, self.limits = corpus, limits
-        self.start = [0]
-        self.segments: list[tuple[int, int, int, int, int]] = []
+        self.start = array.array("q", [0])
+        self.segments = array.array("q")  # five numbers each
         self.images: list[tuple[int, ...]] = []
-        self.first, self.last = corpus.first.tolist(), corpus.last.tolist()
-        self.length = corpus.length.tolist()
+        # Fast to index, as lists are, and a quarter of their memory.
+        self.first, self.last, self.length = (
+            array.array("q", x.tolist()) for x in (corpus.first, corpus.last, corpus.length)
+        )
 
     def add(self, members: list[int], prefix: int) -> None:
         """Add records that share ``prefix`` tokens, split to respect ``max_length``."""
@@ -212,11 +215,11 @@ class _Builder:
             prefix = head = position = 0
         else:
             begin = self.first[records[0]]
-            self.segments.append((-1, begin, begin + prefix, head, 0))
+            self.segments.extend((-1, begin, begin + prefix, head, 0))
         for i in records:
             first, last = self.first[i] + prefix, self.last[i]
-            self.segments.append((i, first, last, self.length[i] - head, position))
-        self.start.append(len(self.segments))
+            self.segments.extend((i, first, last, self.length[i] - head, position))
+        self.start.append(len(self.segments) // 5)
         self.images.append(images)
 
     def pieces(self) -> Pieces:
