@@ -34,9 +34,16 @@ def digests(leaves: Sequence[jax.Array]) -> list[int]:
     return _by_devices(leaves, copy=False)[0]
 
 
-def digests_and_copies(leaves: Sequence[jax.Array]) -> tuple[list[int], list[jax.Array]]:
-    """Computes :func:`digests`, and copies the arrays so that donation can't change them."""
-    return _by_devices(leaves, copy=True)
+def snapshot(leaves: list[jax.Array]) -> tuple[list[int], list[jax.Array]]:
+    """Computes :func:`digests`, and arrays that do not change while they are written.
+
+    Orbax copies from the accelerator before ``save`` returns. On CPU its host copy may be a view
+    of the device's buffer, which the next step donates: so it is copied first.
+    """
+    devices: set[Any] = set().union(*(leaf.sharding.device_set for leaf in leaves))
+    if any(device.platform == "cpu" for device in devices):
+        return _by_devices(leaves, copy=True)
+    return digests(leaves), leaves
 
 
 def _by_devices(leaves: Sequence[jax.Array], copy: bool) -> tuple[list[int], list[jax.Array]]:

@@ -191,6 +191,37 @@ def attempt(what: str, call: Callable[[], T]) -> T:
         time.sleep(pause)
 
 
+class GivenUp(StoreError):
+    """A write is not waited for any more."""
+
+
+def within(seconds: float, call: Callable[[], None]) -> None:
+    """Call, and give up waiting for it after ``seconds``.
+
+    Raises:
+        GivenUp: it has not ended.
+    """
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="checkpoint-wait")
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise GivenUp(
+            f"a checkpoint is not written after {seconds:.0f} s: the store does not answer. When "
+            "it does, the same command goes on from the last complete checkpoint",
+            passes=True,
+        )
+    if failed:
+        raise failed[0]
+
+
 def concurrently(call: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
     """What ``call`` returns for each item, in their order; see :func:`each`."""
     found: dict[int, T] = {}

@@ -7,7 +7,7 @@ import pytest
 from builders import skip_without_float8
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxvlm.checkpoint.digest import digests, digests_and_copies, is_finite
+from jaxvlm.checkpoint.digest import digests, snapshot, is_finite
 
 DTYPES = ["float32", "bfloat16", "int32", "uint8", "int8", "bool", "float8_e4m3fn"]
 
@@ -40,7 +40,7 @@ def test_sharding_and_copying_keep_the_digest():
         PartitionSpec(("a", "b")),
     ]
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for spec in specs]
-    values, copies = digests_and_copies([x, *placed])
+    values, copies = snapshot([x, *placed])
     assert len(set(values)) == 1
     assert digests(copies) == values
     assert all(a is not b for a, b in zip(copies, [x, *placed]))
