@@ -38,6 +38,9 @@ def test_the_page_has_only_computed_figures():
     cells = re.findall(r"(?<=\| )-?[\d.]+(?= (?:%|\|))|(?<=\| )-?[\d.]+(?= %? ?\|)", PAGE)
     assert len(cells) >= 40
     assert set(cells) <= kept | {"2,304", "576", "256", "1", "8"}, set(cells) - kept
+    ratios = RESULT["vision 120 ms, decoder 80 ms"].values()
+    assert [sum(x > least for x in ratios) for least in (0, 1, 1.5)] == [22, 2, 1]
+    assert "One of 22 models exceeds 1.5, and one more 1:" in PAGE
     for claim in ("ZeRO-2 saves 68 % of a 7B model", "8B on 8 GPUs takes 4 GB each"):
         for x in figures(RESULT[claim]):
             assert f"{x:.1f}" in PAGE, (claim, x)
