@@ -7,7 +7,7 @@ import pytest
 from builders import skip_without_float8
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxvlm.checkpoint.digest import digests, snapshot, is_finite
+from jaxvlm.checkpoint.digest import digests, is_finite, snapshot
 
 DTYPES = ["float32", "bfloat16", "int32", "uint8", "int8", "bool", "float8_e4m3fn"]
 
