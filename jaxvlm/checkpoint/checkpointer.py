@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,6 +88,7 @@ class Checkpointer:
         if self._remote is not None and is_staged(str(folder)):
             self._staging = Staging(self._remote, self._before_save)
         self._has_saved = self._is_given_up = False
+        self._saving = 0  # the thread that saves, perhaps while it handles an error
         self._metric, self._sign = metric, manifest.sign(mode)
         self._warn = on_warning
         self._keep = keep
@@ -123,7 +125,7 @@ class Checkpointer:
             processes.primary_host, processes.active_processes = None, {jax.process_index()}
             threads.create_directories_asynchronously = False
         else:
-            threads.barrier_sync_fn = _wait_for_all
+            threads.barrier_sync_fn = self._wait_for_all
         return ocp.CheckpointManager(
             self._staging.folder if self._staging else self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -147,6 +149,16 @@ class Checkpointer:
             },
         )
 
+    def _wait_for_all(self, *, key: str, timeout_ms: int) -> None:
+        """Orbax's barrier, to which its threads also come with an error of theirs.
+
+        Then the others are at another one, and all would wait for 20 minutes: the error is raised.
+        """
+        error = sys.exception()
+        if error and threading.get_ident() != self._saving:
+            raise error
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
     def save(
         self, step: int, state: Any, extra: dict[str, Any], metrics: dict[str, float] | None = None
     ) -> bool:
@@ -169,6 +181,7 @@ class Checkpointer:
         """
         if step in self._done:
             return False
+        self._saving = threading.get_ident()
         self.wait()
         self._before_save()
         self._discard_abandoned()
@@ -442,16 +455,6 @@ def _array_handler(first: int | None) -> ocp.type_handlers.ArrayHandler:
     return ocp.type_handlers.ArrayHandler(
         min_slice_bytes_for_replica_parallel=1 << 20, primary_host=first
     )
-
-
-def _wait_for_all(*, key: str, timeout_ms: int) -> None:
-    """The barrier of Orbax's threads, which they also come to with an error.
-
-    Then the others are at another one, and all would wait for 20 minutes: so the error is raised.
-    """
-    if error := sys.exception():
-        raise error
-    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 class _KeepNewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
