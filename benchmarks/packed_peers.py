@@ -233,7 +233,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as made:
         folder = pathlib.Path(made)
-        packed_sets.build(folder / "base")
+        packed_sets.write_records(folder / "records.jsonl", packed_sets.UNIQUE)
+        packed_sets.pack(str(folder / "records.jsonl"), str(folder / "base"))
         rows = [row for count in args.records for row in compare(folder, count, args.rounds)]
     versions = {name: importlib.metadata.version(name) for name in PEERS}
     write(f"{NAME}.json", {"rows": rows, "peers": versions, **environment()})

@@ -327,7 +327,8 @@ class Checkpointer:
                 self._manager.wait_until_finished()
             else:
                 try:
-                    within(DEADLINE, self._manager.wait_until_finished)
+                    finished = self._manager.wait_until_finished
+                    within(DEADLINE, finished, "a checkpoint is not written")
                 except GivenUp:
                     self._is_given_up = True
                     raise

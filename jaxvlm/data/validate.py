@@ -269,8 +269,8 @@ def _repeats(records: Sequence[conversation_formats.Record]) -> dict[str, list[s
     """``ValidationReport.repeats`` of a file's records."""
     found: dict[str, list[str]] = collections.defaultdict(list)
     for what, part_of in (
-        ("has the id of an earlier record; both are used", lambda record: record.id),
-        ("equals an earlier record; both are used", lambda record: record[1:3]),
+        ("has the id of an earlier record; both are used", lambda r: r.id),
+        ("equals an earlier record; both are used", lambda r: (r.turns, r.images)),
     ):
         seen: set[bytes] = set()
         for record in records:

@@ -195,8 +195,13 @@ class GivenUp(StoreError):
     """A write is not waited for any more."""
 
 
-def within(seconds: float, call: Callable[[], None]) -> None:
+def within(seconds: float, call: Callable[[], None], otherwise: str) -> None:
     """Call, and give up waiting for it after ``seconds``.
+
+    Args:
+        seconds: how long to wait.
+        call: waits for a store.
+        otherwise: what is said to be the case then, ``a checkpoint is not written``.
 
     Raises:
         GivenUp: it has not ended.
@@ -209,12 +214,12 @@ def within(seconds: float, call: Callable[[], None]) -> None:
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="checkpoint-wait")
+    thread = threading.Thread(target=run, daemon=True, name="store-wait")
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
         raise GivenUp(
-            f"a checkpoint is not written after {seconds:.0f} s: the store does not answer. When "
+            f"{otherwise} after {seconds:.0f} s: the store does not answer. When "
             "it does, the same command goes on from the last complete checkpoint",
             passes=True,
         )

@@ -322,10 +322,10 @@ def test_a_run_that_was_taken_over_deletes_nothing(url):
 def test_a_write_that_hangs_is_given_up():
     begun = time.monotonic()
     with pytest.raises(StoreError, match="not written after 0 s"):
-        store_requests.within(0.2, lambda: time.sleep(3))
+        store_requests.within(0.2, lambda: time.sleep(3), "it is not written")
     assert time.monotonic() - begun < 2
     with pytest.raises(ZeroDivisionError):
-        store_requests.within(5.0, lambda: 1 / 0)
+        store_requests.within(5.0, lambda: 1 / 0, "")
 
 
 @on_s3

@@ -1,6 +1,9 @@
 """Many records lie in a temporary file, and are what they would be in memory."""
 
+import gc
 import json
+import pathlib
+import resource
 import tempfile
 
 import numpy as np
@@ -9,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from jaxvlm.config import DataConfig
+from jaxvlm.config import DataConfig, Extension
 from jaxvlm.data import validate
 from jaxvlm.data.conversations import tokenize
 from jaxvlm.data.conversations.dataset import load_dataset
@@ -31,16 +34,11 @@ RECORDS = st.builds(
 )
 
 
-@pytest.fixture
-def tiny(monkeypatch):
-    monkeypatch.setattr(spool, "IN_MEMORY", 3)
-
-
 @given(st.lists(RECORDS, max_size=9), st.integers(0, 9))
 def test_what_is_stored_comes_back(records, limit):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spool, "IN_MEMORY", limit)
-        kept = conversation_formats.spool()
+        kept = conversation_formats.record_spool()
         for record in records:
             kept.add(record)
         found = kept.items()
@@ -112,18 +110,64 @@ def test_a_check_says_the_same(tmp_path, monkeypatch):
     assert report() == before
 
 
-def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, monkeypatch, tiny):
+def descriptors():
+    gc.collect()
+    return len(list(pathlib.Path("/proc/self/fd").iterdir()))
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     path = write(tmp_path)
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    assert len(conversation_formats.read(path)[0]) == 40
-    assert not list(folder.iterdir())
+    monkeypatch.setattr(spool, "IN_MEMORY", 3)
+    before, limits = descriptors(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    found = conversation_formats.read(path)[0]
+    assert len(found) == 40 and not list(folder.iterdir())
+    del found
+    assert descriptors() == before
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(DataError, match=rf"{folder}: File too large.*set TMPDIR to a folder"):
+            conversation_formats.read(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert descriptors() == before and not list(folder.iterdir())
 
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(spool.os, "fdopen", full)
-    with pytest.raises(DataError, match=r"No space left on device.*set TMPDIR to a folder"):
+def test_no_folder_for_temporary_files_is_said(tmp_path, monkeypatch):
+    path = write(tmp_path)
+    monkeypatch.setattr(spool, "IN_MEMORY", 3)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    with pytest.raises(DataError, match=r"No usable temporary directory.*set TMPDIR"):
         conversation_formats.read(path)
-    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_records_of_a_users_format_are_the_same_however_many(tmp_path, monkeypatch, many):
+    (tmp_path / "own.py").write_text(READER)
+    if many:
+        monkeypatch.setattr(spool, "IN_MEMORY", 1)
+    config = DataConfig(format=Extension(target=f"{tmp_path / 'own.py'}:read"))
+    records, problems = conversation_formats.read("x", config)
+    asked = Turn("user", "a?")
+    assert list(records) == [
+        Record("7", (asked, Turn("assistant", "b")), (), {"kind": "c"}),
+        Record("x[1]", (asked, Turn("assistant", "b", False), Turn("assistant", "c")), (), {}),
+    ]
+    assert [problem.reason for problem in problems] == ["tags that are not text"] * 2
+
+
+READER = """
+import types
+import numpy as np
+from jaxvlm.data.sources.conversation_formats import Record, Turn
+
+def read(spec):
+    said = (Turn("user", "a?"), Turn("assistant", "b"))
+    yield Record(7, said, (), types.MappingProxyType({"kind": np.str_("c")}))
+    yield Record("", (said[0], Turn("assistant", "b", np.bool_(False)), Turn("assistant", "c")), ())
+    yield Record("number", said, (), {"level": np.int64(3)})
+    yield Record("key", said, (), {None: "x"})
+"""

@@ -55,10 +55,11 @@ def read(config: DataConfig) -> Read:
         if 0 < source.max_records < total:  # of bad ones as many as of all
             order = np.random.default_rng([0, _CHOICE]).permutation(total)
             chosen = np.sort(order[: source.max_records]).tolist()
-            own, bad = (
-                [own[i] for i in chosen if i < len(own)],
-                [bad[i - len(own)] for i in chosen if i >= len(own)],
-            )
+            few = conversation_formats.record_spool()
+            for i in chosen:
+                if i < len(own):
+                    few.add(own[i])
+            own, bad = few.items(), [bad[i - len(own)] for i in chosen if i >= len(own)]
         found[name] = own, bad
     return found
 

@@ -19,8 +19,7 @@ from jaxvlm.config import check_choice
 from jaxvlm.data.errors import ImageError, Problem
 from jaxvlm.data.image_placeholders import ImageSpans, Lead
 from jaxvlm.data.images import image_files
-from jaxvlm.data.sources import conversation_formats
-from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record, Turn
+from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record, Turn, record_spool
 from jaxvlm.data.sources.member_names import is_video, shown
 from jaxvlm.data.tokenizer.chat_template import TemplateError
 from jaxvlm.data.tokenizer.chat_tokenizer import ONE_AT_A_TIME, ChatTokenizer
@@ -128,7 +127,7 @@ def split_turns(records: Sequence[Record], loss_turns: str) -> Sequence[Record]:
     check_choice("data.loss_turns", loss_turns, (ALL, LAST, EACH))
     if loss_turns == ALL:
         return records
-    chosen = conversation_formats.spool()
+    chosen = record_spool()
     for record in records:
         ends = [
             i for i, turn in enumerate(record.turns) if turn.role == "assistant" and turn.trained
@@ -183,6 +182,7 @@ def encode(
 
     image: dict[str, int] = {}
     good: list[int] = []
+    images: list[tuple[int, ...]] = []
     problems: list[Problem] = []
     for i, (record, c) in enumerate(zip(records, conversation)):
         if failed := next((path for path in record.images if path in unfit), None):
@@ -194,11 +194,9 @@ def encode(
             problems.append(Problem(record.id, "the chat template drops or adds images", detail))
         else:
             good.append(i)
-            for path in record.images:
-                image.setdefault(path, len(image))
+            images.append(tuple(image.setdefault(path, len(image)) for path in record.images))
     of_image = tuple(measured[path] for path in image)
     per_image = [len(span.ids) for span in of_image]
-    images = tuple(tuple(image[p] for p in records[i].images) for i in good)
     extra = [sum(per_image[p] - 1 for p in group) for group in images]
     which = np.asarray(conversation, np.int64)[good]
     corpus = Corpus(
@@ -207,7 +205,7 @@ def encode(
         first=start[which],
         last=start[which + 1],
         length=(start[which + 1] - start[which] + np.asarray(extra, np.int64)).astype(np.int32),
-        images=images,
+        images=tuple(images),
         paths=tuple(image),
         spans=of_image,
         source=np.asarray(good, np.int32),

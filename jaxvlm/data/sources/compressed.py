@@ -58,7 +58,7 @@ def opened(path: pathlib.Path) -> Iterator[Any]:
             else:
                 with io.BufferedReader(_Frames(file)) as stream:
                     yield stream
-        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        except (gzip.BadGzipFile, EOFError, zlib.error, zstandard.ZstdError) as error:
             raise DataError(
                 f"{path}: can't be decompressed ({error}); make the file again"
             ) from None

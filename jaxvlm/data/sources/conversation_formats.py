@@ -111,7 +111,7 @@ def read(
     allowed = Allowed.of(
         config.ignored_fields, config.literal_markers, of_url or fetched.of_config(config)
     )
-    records = spool()
+    records = record_spool()
     unread, problems = list[Problem](), list[Problem]()
     columns, splits = tables.Columns(spec, config), fields.Splits(spec, config)
     for found in raw:
@@ -124,7 +124,7 @@ def read(
                 problems.append(item)
                 continue
             if isinstance(item, Record):
-                identifier = item.id or found.where
+                identifier = id_of(item.id, found.where)
                 records.add(_own_record(item._replace(id=identifier), locate, allowed))
                 continue
             if not isinstance(item, dict):
@@ -146,7 +146,7 @@ def read(
     return records.items(), [*unread, *problems]
 
 
-def spool() -> Spool[Record]:
+def record_spool() -> Spool[Record]:
     """Takes any number of records."""
 
     def made(plain: Any) -> Record:
@@ -223,6 +223,9 @@ def _checked_record(
 
 def _own_record(record: Record, locate: Callable[[str], str], allowed: Allowed) -> Record:
     """A Record that a format of the user's own made, checked like one of a file; raises BadItem."""
+    tags = dict(record.tags)
+    if not all(isinstance(text, str) for pair in tags.items() for text in pair):
+        raise BadItem("tags that are not text", str(tags)[:60])
     for turn in record.turns:
         if not isinstance(turn, Turn):
             raise BadItem("a turn is not an object", f"{type(turn).__name__}, not a Turn")
@@ -238,8 +241,12 @@ def _own_record(record: Record, locate: Callable[[str], str], allowed: Allowed) 
         named.append(as_video(file) if video else file)
     texts = [turn.content for turn in record.turns]
     texts, files = visuals.in_order(texts, tuple(named), (), (), allowed)
-    turns = tuple(t._replace(content=x) for t, x in zip(record.turns, texts, strict=True))
-    return _checked_record(record._replace(turns=turns, images=tuple(files)), locate, allowed)
+    turns = tuple(
+        turn._replace(content=text, trained=bool(turn.trained))
+        for turn, text in zip(record.turns, texts, strict=True)
+    )
+    record = record._replace(turns=turns, images=tuple(files), tags=tags)
+    return _checked_record(record, locate, allowed)
 
 
 def id_of(value: Any, where: str) -> str:

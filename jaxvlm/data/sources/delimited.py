@@ -34,7 +34,7 @@ def read(
         tsv_quoting: reads quotation marks around a TSV's cells as CSV's.
         is_text: whether a column is text, also where a cell looks like JSON.
 
-    Returns:
+    Yields:
         ``("file:line", {column: text, or list or object where the cell is JSON of one})``, where
         an empty cell is a missing field; and a Problem for each record that can't be read.
 
@@ -47,6 +47,7 @@ def read(
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise DataError(f"{path}:{line}: not UTF-8; save the file as UTF-8") from None
+    del data
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     is_tsv = compressed.kind_of(path) == ".tsv"
     names: list[str] = []

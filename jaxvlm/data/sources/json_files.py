@@ -20,24 +20,23 @@ def read(path: pathlib.Path) -> Iterator[tuple[str, Any] | Problem]:
     Args:
         path: path of the file.
 
-    Returns:
+    Yields:
         ``("file:line or index", raw item)`` of each, and a Problem for each invalid line.
 
     Raises:
         DataError: the file as a whole can't be read.
     """
     with compressed.opened(path) as file:
-        first = file.readline().removeprefix(_BOM)
-        blank = 0
+        blank, first = b"", file.readline().removeprefix(_BOM)
         while first and not first.strip():
-            first, blank = file.readline(), blank + 1
+            blank, first = blank + first, file.readline()
         if not first:
             raise DataError(f"{path}: the file is empty; give one with at least one record")
         # An array, or a single pretty-printed object rather than one object a line.
         if first.lstrip()[:1] == b"[" or first.strip() == b"{":
-            yield from _whole(path, b"\n" * blank + first + file.read())
+            yield from _whole(path, blank + first + file.read())
         else:
-            yield from _lines(path, itertools.chain([first], file), blank + 1)
+            yield from _lines(path, itertools.chain([first], file), blank.count(b"\n") + 1)
 
 
 def _whole(path: pathlib.Path, data: bytes) -> Iterator[tuple[str, Any]]:
@@ -48,6 +47,7 @@ def _whole(path: pathlib.Path, data: bytes) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{path}:{bad_line}: not UTF-8; save the file as UTF-8") from None
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}; fix the file there") from None
+    del data
     parsed = parsed if isinstance(parsed, list) else [parsed]
     for i in range(len(parsed)):
         item, parsed[i] = parsed[i], None  # what was taken needs no memory any more

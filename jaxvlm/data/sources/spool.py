@@ -45,26 +45,32 @@ class Spool(Generic[T]):
 
     def items(self) -> Sequence[T]:
         """All of them, in order: a list if there are few. No item can be added any more."""
-        if self._file is None:
-            return self._held
-        self._write()
-        return _Stored(self._file, self._ends, self._made)
+        if self._file is not None:
+            self._write()
+        found = self._held if self._file is None else _Stored(self._file, self._ends, self._made)
+        del self._held
+        return found
 
     def _write(self) -> None:
+        folder = "the folder for temporary files"
         try:
+            folder = tempfile.gettempdir()
             if self._file is None:
                 self._file, name = tempfile.mkstemp(prefix="jaxvlm-records-")
                 weakref.finalize(self, os.close, self._file)  # what is mapped stays
                 os.unlink(name)  # so that none is left, however the process ends
             with os.fdopen(self._file, "wb", closefd=False) as file:
                 for item in self._held:
-                    data = json.dumps(self._written(item), separators=(",", ":")).encode()
+                    text = json.dumps(
+                        self._written(item), ensure_ascii=False, separators=(",", ":")
+                    )
+                    data = text.encode("utf-8", "surrogatepass")  # as json.loads reads it
                     file.write(data)
                     self._ends.append(self._ends[-1] + len(data))
         except OSError as error:
             raise DataError(
-                f"{tempfile.gettempdir()}: {error.strerror}, where records are kept while they are "
-                "read; set TMPDIR to a folder with room for the data's texts"
+                f"{folder}: {error.strerror}, where the texts of many records are kept for as long "
+                "as they are used; set TMPDIR to a folder with room for them"
             ) from None
         self._held = []
 

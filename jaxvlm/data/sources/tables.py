@@ -91,7 +91,7 @@ def each(
         named: names of other sources, for messages.
         texts: fields that are text, also where a cell of a CSV looks like JSON.
 
-    Returns:
+    Yields:
         Records, one at a time where the file allows it, and a Problem for each that can't be read.
 
     Raises:
