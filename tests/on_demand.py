@@ -1,8 +1,12 @@
-"""Long tests that .ci/run has no minutes for: run by ``-m exhaustive``, before a release.
+"""Which tests are ``long``, besides those that say so, and which of these run on demand alone.
 
-Most show again, for another case, what the others show. Kills of Flower's own coordinator and
-nodes, runs of 300 steps with quantised communication, and the accelerator benchmark's parts are
-here for their length alone. They are told by their file and the beginning of their names.
+The README's line has twelve minutes. So of whole runs, stores, launchers, sweeps and kills it runs
+one or two of each kind, and :data:`LONG` names the others, which ``.ci/run`` runs, too.
+
+:data:`TESTS` are long tests that .ci/run has no minutes for: run by ``-m exhaustive``, before a
+release. Most show again, for another case, what the others show. Kills of Flower's own coordinator
+and nodes, runs of 300 steps with quantised communication, and the accelerator benchmark's parts are
+there for their length alone. All are told by their file and the beginning of their names.
 """
 
 from __future__ import annotations
@@ -182,10 +186,222 @@ TESTS = {
 }  # fmt: skip
 """File -> how the names of its tests begin."""
 
+LONG = {
+    "bad_input/test_bad_input.py": ("test_every_bad_input_is_refused_by_a_line",),
+    "cache/test_encode.py": (
+        "test_a_cache_that_may_not_be_seen_changes_no_bit",
+        "test_no_token_is_older_than_its_bound",
+    ),
+    "cache/test_pair_tokens.py": ("test_tokens_that_are_given_change_no_bit",),
+    "checkpoint/test_checkpoint.py": (
+        "test_damage_is_reported_and_the_previous_checkpoint_is_used",
+    ),
+    "checkpoint/test_checkpoint_processes.py": ("test_write_stop_damage_and_resume",),
+    "checkpoint/test_failing_process.py": (
+        "test_folders_that_one_process_makes_late_keep_none_waiting",
+        "test_one_that_can_not_write_to_a_shared_disk_keeps_none_waiting",
+        "test_one_that_can_not_write_what_it_sends_keeps_none_waiting",
+    ),
+    "checkpoint/test_object_store.py": (
+        "test_a_kill_while_one_is_written_or_deleted_loses_nothing",
+        "test_a_run_that_saves_nothing_deletes_nothing",
+        "test_a_run_that_was_taken_over_deletes_nothing",
+        "test_a_store_that_does_not_answer_has_no_missing_files",
+        "test_an_answer_that_is_wrong_once_is_no_damage",
+        "test_the_mark_of_a_checkpoint_goes_before_its_files",
+        "test_what_is_damaged_for_good_is_kept_aside",
+    ),
+    "checkpoint/test_staging.py": ("test_a_full_disk_here_is_no_damage_there",),
+    "cli/test_cli.py": (
+        "test_a_checkpoint_that_does_not_fit_is_one_line",
+        "test_an_answer_with_an_unknown_token_is_never_correct",
+        "test_bad_records_are_counted_and_too_many_stop_the_run",
+        "test_bad_settings_are_one_line",
+    ),
+    "cli/test_federate_command.py": (
+        "test_a_damaged_folder_is_named",
+        "test_simulate_and_status",
+    ),
+    "data/test_dataset.py": ("test_easy_vqa_epoch",),
+    "data/test_fetch.py": ("test_what_fails_for_good_is_named_and_nothing_is_kept",),
+    "data/test_mixture.py": ("test_a_source_is_read_as_by_a_run_on_it_alone",),
+    "data/test_packed_damage.py": ("test_nothing_damaged_is_trained_on",),
+    "data/test_packed_set.py": ("test_batches_are_those_of_the_files",),
+    "data/test_packed_stores.py": (
+        "test_batches_are_those_of_the_files",
+        "test_images_come_in_blocks",
+        "test_kills_while_files_are_copied",
+        "test_what_is_wrong_for_a_while_changes_nothing",
+        "test_what_is_wrong_for_good_is_named",
+    ),
+    "data/test_pair_dataset.py": ("test_any_split_of_rows_and_any_start",),
+    "data/test_remote_files.py": (
+        "test_files_of_the_hub",
+        "test_what_is_wrong_for_good_is_no_data",
+    ),
+    "data/test_tokenizer.py": (
+        "test_a_template_that_raises_loops_or_fills_the_memory_is_an_error",
+    ),
+    "data/test_videos.py": ("test_the_frames_are_those_that_transformers_samples",),
+    "e2e/test_any_size.py": (
+        "test_images_of_any_size_are_read_from_the_cache",
+        "test_questions_about_shared_images_answer_as_each_alone",
+        "test_rows_of_any_images_answer_as_each_alone",
+    ),
+    "e2e/test_cache.py": ("test_frozen_tower",),
+    "e2e/test_callbacks.py": (
+        "test_a_run_that_fails_has_its_checkpoint",
+        "test_the_page_shows_one_that_works",
+    ),
+    "e2e/test_embedding_runs.py": (
+        "test_a_dry_run_shows_pairs",
+        "test_a_dual_encoder_from_scratch_is_trained_and_used",
+        "test_bad_settings_are_one_line",
+    ),
+    "e2e/test_encoders.py": ("test_embed_writes_embeddings",),
+    "e2e/test_extensions.py": ("test_what_does_not_fit_is_refused_by_name",),
+    "e2e/test_federated_runs.py": (
+        "test_a_federation_goes_on_from_anothers_weights",
+        "test_a_frozen_encoders_tokens_are_encoded_once",
+        "test_a_killed_site_goes_on_to_the_same_bits",
+        "test_a_site_of_an_ended_federation_begins_no_other",
+        "test_a_site_that_lost_a_round_says_so",
+        "test_a_sites_mesh_is_its_own",
+        "test_a_slow_site_is_not_waited_for",
+        "test_a_trained_encoders_tokens_grow_older_with_outer_updates",
+        "test_adapters_alone_are_sent",
+        "test_an_answer_lost_after_the_update_was_judged",
+        "test_noise_has_an_accountant",
+        "test_one_site_is_the_plain_run",
+        "test_pairs_of_two_sites",
+        "test_reset_moments_are_those_of_a_new_run",
+        "test_rounded_updates_of_a_killed_site_repeat",
+    ),
+    "e2e/test_frozen_dtype_runs.py": ("test_a_frozen_tower_is_held_and_exported_as_it_came",),
+    "e2e/test_island_runs.py": ("test_a_run_that_was_stopped_goes_on_with_the_same_bits",),
+    "e2e/test_lora.py": (
+        "test_a_run_goes_on_from_an_adapter",
+        "test_a_run_trains_adapters_alone_and_resumes",
+        "test_logits_and_gradients_of_an_adapter_are_pefts",
+    ),
+    "e2e/test_mixture_runs.py": ("test_a_mixture_is_packed_source_by_source",),
+    "e2e/test_object_store_runs.py": (
+        "test_a_stopped_run_in_an_object_store_goes_on_to_the_same_bits",
+    ),
+    "e2e/test_packed_runs.py": (
+        "test_a_run_goes_on_where_its_data_were_packed",
+        "test_the_same_bits_from_a_web_server",
+    ),
+    "e2e/test_resume.py": (
+        "test_a_missing_evaluation_image_harms_neither_control_nor_grid",
+        "test_a_resume_without_evaluation_keeps_the_best_score",
+        "test_another_model_of_the_same_shapes_does_not_go_on",
+        "test_changed_data_is_refused",
+        "test_early_stop_survives_the_same_command",
+        "test_half_written_files_of_a_killed_start_do_no_harm",
+    ),
+    "e2e/test_settings_follow.py": ("test_a_vlms_run",),
+    "e2e/test_token_store.py": (
+        "test_a_loaded_model_reads_what_its_run_wrote",
+        "test_a_second_run_finds_what_the_first_made",
+        "test_a_store_that_can_not_be_written",
+        "test_lossy_tokens_in_a_store",
+        "test_lossy_tokens_of_a_run_that_is_stopped",
+        "test_of_another_tower_nothing_is_found",
+        "test_tokens_are_audited",
+        "test_trust_of_weights_alone",
+    ),
+    "e2e/test_two_processes.py": (
+        "test_a_process_that_is_refused_alone_ends_the_other_with_one_line",
+    ),
+    "e2e/test_video_runs.py": ("test_a_run_is_the_same_with_the_cache_and_from_a_packed_set",),
+    "evals/test_retrieval.py": ("test_ties_are_in_no_order",),
+    "federate/test_flower_relay.py": ("test_no_fault_changes_the_weights",),
+    "federate/test_service.py": ("test_killed_at_any_moment_nothing_is_lost",),
+    "inference/test_exact_match.py": ("test_exact_match_is_that_of_generated_answers",),
+    "inference/test_kv_generate.py": (
+        "test_attention_is_that_over_whole_prompts_without_the_evicted",
+        "test_meshes_keep_the_places_of_one_device",
+        "test_neighbours_order_and_padding_change_nothing",
+        "test_what_is_stored_always_fits",
+    ),
+    "inference/test_shared_prefixes.py": ("test_they_answer_as_each_alone",),
+    "inference/test_visual_tokens.py": (
+        "test_a_file_is_not_decoded_where_its_tokens_are_on_disk",
+        "test_an_image_has_the_bits_that_it_has_alone",
+        "test_answers_are_those_without_a_cache_and_nothing_is_encoded_twice",
+    ),
+    "launch/test_local.py": (
+        "test_each_process_has_its_devices",
+        "test_what_ends_mean",
+    ),
+    "launch/test_slurm.py": ("test_what_the_processes_ends_mean",),
+    "launch/test_targets.py": ("test_a_run_that_does_not_fit_is_not_launched",),
+    "losses/test_custom_loss.py": (
+        "test_a_run_reserves_the_names_that_it_writes",
+        "test_a_run_without_weights_stops",
+    ),
+    "losses/test_next_token.py": ("test_any_vocabulary_can_be_cut",),
+    "parallel/test_distributed.py": (
+        "test_a_peer_that_never_starts_is_named",
+        "test_an_error_in_one_ends_both",
+        "test_ctrl_c_in_one_ends_the_other_in_one_line",
+        "test_exit_now_keeps_its_status",
+        "test_train_under_mpirun_says_it_in_one_line",
+    ),
+    "parallel/test_layered_reduction.py": (
+        "test_gradients_are_off_by_half_a_step_of_each_part",
+        "test_the_wire_carries_bytes",
+    ),
+    "parallel/test_pipeline.py": ("test_no_matmul_is_done_twice_for_a_smaller_bubble",),
+    "planner/test_plan_command.py": ("test_the_page_has_the_rate_on_one_device_to_thousands",),
+    "planner/test_planned_islands.py": ("test_the_tree_and_other_sizes_have_the_islands",),
+    "planner/test_planned_memory.py": (
+        "test_absent_hardware_is_planned",
+        "test_experts_are_planned_on_any_mesh_from_one_trace",
+        "test_states_between_steps_are_exact",
+        "test_tokens_are_copied_per_expert_only_where_xla_does",
+    ),
+    "planner/test_search.py": ("test_quick_memory_of_experts_is_close_to_the_trace",),
+    "planner/test_tpu_padding.py": ("test_states_on_tpus_are_the_compilers_to_the_counters",),
+    "spmd/test_disaggregated.py": (
+        "test_a_frozen_disaggregated_encoder",
+        "test_what_is_not_finite_on_one_side_is_skipped_on_both",
+    ),
+    "spmd/test_federated_sgd.py": ("test_one_step_of_sgd_at_each_site_is_data_parallel",),
+    "spmd/test_pair_stages.py": ("test_embeddings_and_gradients_go_through_stages",),
+    "spmd/test_transfer.py": ("test_every_part_comes_from_its_own_process",),
+    "sweep/test_definition.py": ("test_an_id_is_of_the_values_however_they_are_written",),
+    "sweep/test_schedule.py": (
+        "test_a_sweep_that_is_killed_at_any_moment_misses_nothing_and_repeats_nothing",
+    ),
+    "sweep/test_slurm_sweep.py": ("test_every_trial_is_a_job_and_what_fails_is_named",),
+    "train/test_frozen_dtypes.py": (
+        "test_bfloat16_gives_the_bits_of_float32_and_is_not_cast",
+        "test_outputs_have_the_same_bits",
+    ),
+    "train/test_islands.py": (
+        "test_an_outer_update_sends_each_change_once_and_a_quarter_in_8_bits",
+        "test_islands_are_diloco",
+        "test_moments_may_start_anew",
+    ),
+    "train/test_step.py": (
+        "test_layers_that_are_not_run_are_not_decayed",
+        "test_remat_changes_no_gradient_and_applies_to_both_towers",
+    ),
+    "trainer/test_pair_design.py": (
+        "test_texts_that_are_cut_to_the_same_tokens_are_one",
+        "test_what_teaches_nothing_is_refused",
+    ),
+    "trainer/test_unreached.py": ("test_a_run_on_texts_keeps_the_vision_encoders_bits",),
+}
+"""The same of tests that are long."""
+
 
 def mark(items: list[Any]) -> None:
-    """Mark the collected tests that are named above as exhaustive."""
+    """Mark the collected tests that are named above."""
     for item in items:
         file, _, name = item.nodeid.partition("::")
-        if name.startswith(TESTS.get(file.removeprefix("tests/"), ("\0",))):
-            item.add_marker(pytest.mark.exhaustive)
+        for table, what in ((TESTS, pytest.mark.exhaustive), (LONG, pytest.mark.long)):
+            if name.startswith(table.get(file.removeprefix("tests/"), ("\0",))):
+                item.add_marker(what)

@@ -39,10 +39,10 @@ def test_every_test_is_found(pytestconfig):
     assert not [p for p in found if p.name != "__pycache__"]
 
 
-@pytest.mark.parametrize("file", on_demand.TESTS)
-def test_what_runs_on_demand_is_there(file):
-    text = (pathlib.Path(__file__).parent / file).read_text()
-    for name in on_demand.TESTS[file]:
+@pytest.mark.parametrize("table", ["TESTS", "LONG"])
+def test_what_runs_on_demand_is_there(table):
+    for file, name in [(x, y) for x, names in getattr(on_demand, table).items() for y in names]:
+        text = (pathlib.Path(__file__).parent / file).read_text()
         assert re.search(rf"def {name.partition('[')[0]}\(", text), name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -49,6 +50,14 @@ class ImageError(ValueError):
     """An image that can't be decoded; the message is the reason."""
 
 
+_MOVES = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """A line for messages: what would move a terminal's cursor, or turn its text, is escaped."""
+    return _MOVES.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class Problem(NamedTuple):
     """A record that is refused or skipped."""
 
@@ -60,7 +69,7 @@ class Problem(NamedTuple):
     """Specifics of this record (a path, a count)."""
 
     def __str__(self) -> str:
-        return f"{self.id}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
+        return printable(f"{self.id}: {self.reason}" + f" ({self.detail})" * bool(self.detail))
 
 
 def enforce(

@@ -14,7 +14,7 @@ from jaxvlm.config import DataConfig
 from jaxvlm.data.conversations import mixture_records, packed_set, tokenize
 from jaxvlm.data.conversations.content import ModelInputs, select, validate_settings
 from jaxvlm.data.conversations.mixture import MixtureOrder
-from jaxvlm.data.errors import MIXTURE, DataError, ImageError, Problem
+from jaxvlm.data.errors import MIXTURE, DataError, ImageError, Problem, printable
 from jaxvlm.data.image_inputs import ImageCache, ImageInputs
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
@@ -94,7 +94,7 @@ class ValidationReport:
         for what, images in self.images_of_note.items():
             more = ", ..." if len(images) > _MAX_LISTED else ""
             out.append(f"{len(images):>7}  {what}: {', '.join(images[:_MAX_LISTED])}{more}")
-        return out
+        return [printable(line) for line in out]
 
 
 def validate(

@@ -52,13 +52,14 @@ def test_every_changed_byte_is_found(album, word_tokenizer, tmp_path, capsys):
     assert "of format 99, and this jaxvlm reads 1" in capsys.readouterr().err
 
 
-def test_nothing_damaged_is_trained_on(ragged, qwen, word_tokenizer, tmp_path):
+@pytest.mark.parametrize("rows", [2, 8], ids=["", "more rows than sequences"])
+def test_nothing_damaged_is_trained_on(ragged, qwen, word_tokenizer, tmp_path, rows):
     """A changed number in any array ends the run, or changes no batch."""
     sizes = any_size(qwen, word_tokenizer)
-    more = {"batch_size": 2, "max_length": 96, "max_skip_fraction": 0.0}
+    more = {"batch_size": rows, "max_length": 96, "max_skip_fraction": 0.0}
     data = of_files([*ragged, *ragged[:4]], word_tokenizer, sizes, **more)
     folder = pathlib.Path(packed(data, tmp_path / "set"))
-    whole = take(data.train(np.arange(2)), 2 * data.steps_per_epoch)
+    whole = take(data.train(np.arange(rows)), 2 * data.steps_per_epoch)
     named, every = set(), set()
     for path in sorted(folder.glob("*.npy")):
         every.add(path.stem)
@@ -70,7 +71,7 @@ def test_nothing_damaged_is_trained_on(ragged, qwen, word_tokenizer, tmp_path):
             array.flush()
             try:
                 again = opened(str(folder), word_tokenizer, sizes, **more)
-                for ours, theirs in zip(take(again.train(np.arange(2)), len(whole)), whole):
+                for ours, theirs in zip(take(again.train(np.arange(rows)), len(whole)), whole):
                     assert_equal(ours, theirs)
             except DataError as error:
                 assert re.search("not as it was packed|tokens there, and in this", str(error))

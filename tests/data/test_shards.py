@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import tarfile
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def test_compressed_files_are_those_inside(tmp_path, kind, ending):
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_file_that_was_cut_off_is_no_shorter_one(tmp_path, ending, parts):
     pack = gzip.compress if ending == ".gz" else zstandard.ZstdCompressor().compress
-    lines = [json.dumps({"question": f"é {i}", "answer": "yes"}) + "\n" for i in range(3000)]
+    lines = [json.dumps({"question": f"é {i}", "answer": "yes"}) + "\n" for i in range(400)]
     size = len(lines) // parts
     each = [pack("".join(lines[i : i + size]).encode()) for i in range(0, len(lines), size)]
     data, ends = b"".join(each), np.cumsum([0, *map(len, each)]).tolist()
@@ -101,6 +102,52 @@ def test_a_file_that_was_cut_off_is_no_shorter_one(tmp_path, ending, parts):
     path.write_bytes(data + b"more")
     with pytest.raises(DataError, match="can't be decompressed"):
         read(str(path))
+
+
+def tar_of(count, folder):
+    files = {}
+    for i in range(count):
+        files |= {f"{i}.json": json.dumps(asked(images=[f"{i}.png"])).encode(), f"{i}.png": png(i)}
+    write_tar(folder / "t.tar", files)
+    return folder / "t.tar"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data, head: data[:head] + b"\xff" + data[head + 1 :],  # a header's first byte
+        lambda data, head: data[: head + 150] + b"9" + data[head + 151 :],  # its checksum
+        lambda data, head: data[:head] + bytes(512) + data[head + 512 :],
+        lambda data, head: data[:head] + bytes(1536) + data[head + 1536 :],  # a hole
+        lambda data, head: data[:head],  # between two records
+        lambda data, head: data[: head + 100],
+        lambda data, head: data + data,
+        lambda data, head: data + b"more",
+        lambda data, head: data.rstrip(b"\0"),
+    ],
+)
+@pytest.mark.parametrize("member", ["5.json", "5.png"])
+def test_a_tar_that_is_not_whole_is_refused(tmp_path, change, member):
+    path = tar_of(9, tmp_path)
+    data = path.read_bytes()
+    with tarfile.open(path) as tar:
+        head = tar.getmember(member).offset
+    path.write_bytes(change(data, head))
+    with pytest.raises(
+        DataError, match=r"t\.tar: .*(tar has no end|neither a header|can't be read)"
+    ):
+        read(str(path))
+    for size in (1024, 512, 40960):  # ends of any length are read
+        path.write_bytes(data.rstrip(b"\0") + bytes(-len(data.rstrip(b"\0")) % 512 + size))
+        assert len(read(str(path))[0]) == 9
+
+
+def test_a_frame_with_a_long_window_is_read(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    writer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    line = json.dumps({"question": "a?", "answer": "b"}).encode()
+    (tmp_path / "t.jsonl.zst").write_bytes(writer.compress(line) + writer.flush())
+    assert len(read(str(tmp_path / "t.jsonl.zst"))[0]) == 1
 
 
 def test_a_tar_of_webdatasets(tmp_path):

@@ -135,6 +135,17 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     assert descriptors() == before and not list(folder.iterdir())
 
 
+@pytest.mark.parametrize("where", ["missing", "file"])
+def test_a_tmpdir_that_can_not_be_used_is_said(tmp_path, monkeypatch, where):
+    path = write(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(spool, "IN_MEMORY", 3)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / where))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(DataError, match=rf"{tmp_path}.*set TMPDIR to a folder"):
+        conversation_formats.read(path)
+
+
 def test_no_folder_for_temporary_files_is_said(tmp_path, monkeypatch):
     path = write(tmp_path)
     monkeypatch.setattr(spool, "IN_MEMORY", 3)

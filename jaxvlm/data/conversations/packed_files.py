@@ -116,7 +116,8 @@ def new_folder(output: str) -> Iterator[pathlib.Path]:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         where = error.filename or output
-        raise DataError(f"{where} can't be written: {error.strerror or error}") from None
+        why = error.strerror or f"{error}; is there room?"  # NumPy's own error has no number
+        raise DataError(f"{where} can't be written: {why}") from None
 
 
 @contextlib.contextmanager

@@ -328,7 +328,8 @@ def _probe(
         if Checksums.of_span(span) != Checksums.of_span(known):
             raise DataError(
                 f"{spec}: {shown(path)} has {len(known.ids)} tokens there, and in this model "
-                f"{len(span.ids)}, or others; pack the data again with this recipe"
+                f"{len(span.ids)}, or others; pack the data again with this recipe (`jaxvlm data "
+                f"verify {spec}` tells whether the set is damaged)"
             )
 
 

@@ -418,7 +418,9 @@ class SequenceOrder:
         sequences = plan(pieces, config) if planned is None else planned
         self._first = [row * len(sequences) // self.rows for row in range(self.rows + 1)]
         if len(sequences) < self.rows:
-            sequences, self._first = _spread(sequences.piece, pieces, config)
+            each = [sequences[i] for i in range(len(sequences))]  # of a packed set, checked
+            order = np.concatenate([np.zeros(0, np.int32), *each])
+            sequences, self._first = _spread(order, pieces, config)
         self.sequences = sequences
         self._shift = mixed(seed & _WORD) % len(sequences)
 

@@ -17,6 +17,8 @@ from jaxvlm.data.errors import DataError
 
 _SUFFIXES = (".gz", ".zst")
 _CHUNK = 1 << 17
+_WINDOW = 1 << 31
+"""Bytes that a frame may refer back to, as `zstd --long=31` writes it."""
 _INSIDE = (".json", ".jsonl", ".csv", ".tsv", ".tar")
 """What may be compressed; of a tar an error says that it is to be decompressed."""
 
@@ -86,7 +88,9 @@ class _Frames(io.RawIOBase):
                 if self._frame is not None:
                     raise EOFError("it ends within a frame")
                 return 0
-            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            self._frame = (
+                self._frame or zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
+            )
             self._made, self._rest = memoryview(self._frame.decompress(data)), b""
             if self._frame.eof:
                 self._rest, self._frame = self._frame.unused_data, None

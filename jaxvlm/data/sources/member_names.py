@@ -16,10 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from urllib.parse import quote
 
+from jaxvlm.data.errors import printable
+
 _FILE = r".+?\.(?i:tar|mds|parquet|arrow|array_record(?:-\d+-of-\d+)?)"
 _MEMBER = re.compile(rf"({_FILE})::([^:+@]+)\+(\d{{1,18}})(?:@([0-9a-f]+))?::(.*)", re.DOTALL)
 DATA = "data:"
 _VIDEO = "::video"
+_LONGEST = 1_000
+"""Characters of a name in a message."""
 
 
 class Member(NamedTuple):
@@ -120,6 +124,7 @@ def with_file(path: str, change: Callable[[str], str]) -> str:
 
 
 def shown(path: str) -> str:
-    """A name for messages: a ``data:`` URI is cut."""
+    """A name for messages: a ``data:`` URI, or what no file system would take, is cut."""
     path = bare(path)
-    return f"{path[:40]}… ({len(path):,} characters)" if path.startswith(DATA) else path
+    most = 40 if path.startswith(DATA) else _LONGEST
+    return printable(f"{path[:40]}… ({len(path):,} characters)" if len(path) > most else path)

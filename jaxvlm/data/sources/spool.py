@@ -4,6 +4,7 @@ data would take gigabytes."""
 from __future__ import annotations
 
 import array
+import errno
 import json
 import mmap
 import os
@@ -54,7 +55,10 @@ class Spool(Generic[T]):
     def _write(self) -> None:
         folder = "the folder for temporary files"
         try:
-            folder = tempfile.gettempdir()
+            usable = tempfile.gettempdir()
+            folder = os.environ.get("TMPDIR") or usable
+            if not os.path.samefile(folder, usable):  # in whose place Python takes another one
+                raise OSError(errno.ENOSPC, "it can't be written, or is full")
             if self._file is None:
                 self._file, name = tempfile.mkstemp(prefix="jaxvlm-records-")
                 weakref.finalize(self, os.close, self._file)  # what is mapped stays
@@ -76,7 +80,7 @@ class Spool(Generic[T]):
 
 
 class _Stored(Sequence[T]):
-    """Items in a file, made anew each time; any thread may read."""
+    """Items in a file, parsed again each time; any thread may read."""
 
     def __init__(self, file: int, ends: array.array[int], made: Callable[[Any], T]):
         self._data = mmap.mmap(file, 0, access=mmap.ACCESS_READ)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pathlib
 import re
 import tarfile
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.sources.member_names import Member
 
+_CHUNK = 1 << 20
 _PARTS = re.compile(r"((?:.*/)?[^./][^.]*)\.([^/]+)", re.DOTALL)
 """A sample's key and its member's extension, split at the first dot of the file's name as in
 webdataset."""
@@ -33,19 +34,39 @@ def index(path: pathlib.Path) -> TarShard:
         path: an uncompressed tar; the members of a sample are adjacent.
 
     Raises:
-        DataError: the file is not an uncompressed tar.
+        DataError: the file is not an uncompressed tar, or not a whole one.
     """
     shard = TarShard([], {}, [])
     try:
         with tarfile.open(path, "r:") as tar:
             for info in tar:
                 _add(shard, path, info)
+            end = tar.offset
+        with path.open("rb") as file:
+            _check_end(path, file, end)
     except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
         raise DataError(
             f"{path}: can't be read as an uncompressed tar ({error}); decompress a compressed one, "
             "since images are read from the middle of it"
         ) from None
     return shard
+
+
+def _check_end(path: pathlib.Path, file: IO[bytes], end: int) -> None:
+    """Refuse a tar in which Python's reader found no more headers before the end: it takes anything
+    that is no header, and the end of the file, for the end."""
+    file.seek(end)
+    block = file.read(tarfile.BLOCKSIZE)
+    if len(block) < tarfile.BLOCKSIZE:
+        raise DataError(f"{path}: the tar has no end: it was cut off; make the file again")
+    while block:
+        if block.strip(b"\0"):
+            raise DataError(
+                f"{path}: from byte {end:,} on there is neither a header nor the tar's end: it is "
+                "damaged, or several were joined by `cat`; make the file again, or name several "
+                "tars by a pattern"
+            )
+        block = file.read(_CHUNK)
 
 
 def _add(shard: TarShard, path: pathlib.Path, info: tarfile.TarInfo) -> None:
