@@ -52,6 +52,18 @@ def test_images_in_cells_are_the_bytes_that_were_written(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_cell_whose_parts_are_empty_is_empty(tmp_path, kind):
+    empty = [None, {"bytes": b"", "path": None}, {"bytes": None, "path": None}]
+    rows = [{"question": "a?", "answer": "b", "image": x} for x in (*empty, cell(1))]
+    records, problems = read(written(tmp_path, rows, kind))
+    assert not problems and [len(record.images) for record in records] == [0, 0, 0, 1]
+    rows = [{"question": "a?", "answer": "b", "images": [x, cell(1)]} for x in empty]
+    (tmp_path / "listed").mkdir()
+    _, problems = read(written(tmp_path / "listed", rows, kind))
+    assert len(problems) == 3  # a list's places are not passed over
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_place_of_an_image(tmp_path, kind):
     part = [{"type": "image", "image": cell(3)}, {"type": "text", "text": "what is it?"}]
     shapes = {

@@ -163,8 +163,11 @@ def _without_bytes(value: Any, find: Callable[..., str], keys: Sequence[str]) ->
     if not isinstance(value, dict):
         return value
     data, name = value.get("bytes"), value.get("path")
-    if isinstance(data, bytes) and data and value.keys() <= {"bytes", "path"}:
-        return find(data, (*keys, "bytes"), name if isinstance(name, str) else "")
+    if value and value.keys() <= {"bytes", "path"}:
+        if isinstance(data, bytes) and data:
+            return find(data, (*keys, "bytes"), name if isinstance(name, str) else "")
+        if not data and not name:  # an empty cell, whose parts are written
+            return ""
     return {k: _without_bytes(x, find, (*keys, str(k))) for k, x in value.items()}
 
 
