@@ -51,6 +51,22 @@ def test_images_in_cells_are_the_bytes_that_were_written(tmp_path, kind):
         assert list(pool.map(members.read, paths)) == [png(10 * (i % 8)) for i in range(160)]
 
 
+def test_a_stream_that_was_cut_off_is_no_shorter_one(tmp_path):
+    schema = pyarrow.schema([("question", pyarrow.string()), ("answer", pyarrow.string())])
+    path, ends = tmp_path / "t.arrow", []
+    with path.open("wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
+        for i in range(4):
+            rows = [pyarrow.array([f"a{i}?"] * 5), pyarrow.array(["b"] * 5)]
+            writer.write_batch(pyarrow.record_batch(rows, schema=schema))
+            ends.append(file.tell())
+    data = path.read_bytes()
+    assert len(read(str(path))[0]) == 20
+    for cut in (*ends, len(data) - 4, len(data) - 1, ends[-1] - 20, ends[0] - 1):
+        path.write_bytes(data[:cut])
+        with pytest.raises(DataError, match=r"t\.arrow: (the stream has no end|can't be read as)"):
+            read(str(path))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cell_whose_parts_are_empty_is_empty(tmp_path, kind):
     empty = [None, {"bytes": b"", "path": None}, {"bytes": None, "path": None}]

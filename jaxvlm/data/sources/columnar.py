@@ -25,6 +25,10 @@ _CACHED = 256 * 2**20
 """Bytes of columns that stay in memory, the last ones that were read."""
 _ROWS = 64
 """Rows that are in memory at once while a table is indexed."""
+_MARK = b"\xff\xff\xff\xff"
+_END = _MARK + bytes(4)
+"""Beginning of a message, and end, of a stream. Source: arrow.apache.org/docs/format/Columnar.html
+"""
 _KINDS = {".parquet": "Parquet", ".arrow": "Arrow"}
 
 
@@ -183,9 +187,16 @@ class _Table:
         if path.lower().endswith(".arrow"):
             # Mapped: a batch takes no memory of its own.
             source = pyarrow.memory_map(path)
-            is_file = source.read(6) == b"ARROW1"  # Feather; else a stream, as datasets writes
+            start = source.read(6)  # of Feather, else of a stream, as datasets writes
+            if start[:4] == _MARK:  # not of before Arrow 0.15
+                source.seek(max(source.size() - 8, 0))
+                if source.read(8) != _END:  # pyarrow takes a file that ends at a batch for whole
+                    raise DataError(
+                        f"{path}: the stream has no end: its writer was stopped, or the file was "
+                        "cut off; make it again"
+                    )
             source.seek(0)
-            if is_file:
+            if start == b"ARROW1":
                 file = pyarrow.ipc.open_file(source)
                 self._batches = [file.get_batch(i) for i in range(file.num_record_batches)]
                 self.schema = file.schema
