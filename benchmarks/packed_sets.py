@@ -51,7 +51,8 @@ def write_records(path: pathlib.Path, count: int) -> None:
     rng = np.random.default_rng(0)
     with path.open("w") as file:
         for i in range(count):
-            asked, said = (" ".join(rng.choice(WORDS, n)) for n in rng.integers(4, 24, 2))
+            drawn = (rng.integers(len(WORDS), size=n) for n in rng.integers(4, 24, 2))
+            asked, said = (" ".join(WORDS[i] for i in words) for words in drawn)
             turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
             file.write(json.dumps({"id": str(i), "messages": turns}) + "\n")
 
