@@ -121,7 +121,7 @@ def repeat(source: pathlib.Path, target: pathlib.Path, times: int) -> None:
     for name in ("records", "sequences", "tokens"):
         index[name] *= times
     index["files"] = {n: [(target / n).stat().st_size, d] for n, (_, d) in index["files"].items()}
-    text = json.dumps({"digest": packed_set._digest_of(index), "index": index})
+    text = json.dumps({"digest": packed_files.digest_of(index), "index": index})
     (target / "packed.json").write_text(text)
 
 
