@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 
@@ -39,3 +40,11 @@ def test_every_reason_is_in_the_table():
         plain = re.findall(r'(?:BadItem\(|Problem\(\w+(?:\.\w+)?, )"([^"]+)"', source)
         for reason in set(plain) - {"a turn without 'role'"}:
             assert reason.removeprefix("the chat template ") in table, (name, reason)
+
+
+def test_what_packing_takes_for_a_record_was_measured():
+    path = ROOT / "benchmarks" / "results" / "packed_sets.json"
+    few, many = json.loads(path.read_text())["packing"]
+    mib = many["anonymous_peak_mib"] - few["anonymous_peak_mib"]
+    each = mib * 2**20 / (many["records"] - few["records"])
+    assert f"about {each / 1000:.1f} kB for\n  a record of a few sentences" in PAGE
