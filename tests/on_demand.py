@@ -284,7 +284,10 @@ LONG = {
         "test_a_run_trains_adapters_alone_and_resumes",
         "test_logits_and_gradients_of_an_adapter_are_pefts",
     ),
-    "e2e/test_mixture_runs.py": ("test_a_mixture_is_packed_source_by_source",),
+    "e2e/test_mixture_runs.py": (
+        "test_metrics_count_by_source",
+        "test_a_mixture_is_packed_source_by_source",
+    ),
     "e2e/test_object_store_runs.py": (
         "test_a_stopped_run_in_an_object_store_goes_on_to_the_same_bits",
     ),
@@ -302,6 +305,8 @@ LONG = {
     ),
     "e2e/test_settings_follow.py": ("test_a_vlms_run",),
     "e2e/test_token_store.py": (
+        "test_damage_and_part_of_a_store",
+        "test_images_that_are_found_are_not_decoded",
         "test_a_loaded_model_reads_what_its_run_wrote",
         "test_a_second_run_finds_what_the_first_made",
         "test_a_store_that_can_not_be_written",
@@ -394,6 +399,11 @@ LONG = {
         "test_what_teaches_nothing_is_refused",
     ),
     "trainer/test_unreached.py": ("test_a_run_on_texts_keeps_the_vision_encoders_bits",),
+    "models/test_relevance.py": (
+        "test_kept_tokens_change_no_bit",
+        "test_any_mesh_gives_one_devices_gradients",
+    ),
+    "data/test_packing.py": ("test_all_rows_and_seeds_have_the_same_sequences",),
 }
 """The same of tests that are long."""
 
