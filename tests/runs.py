@@ -124,6 +124,19 @@ def environment(devices: int = 8, **extra: str) -> dict[str, str]:
     return os.environ | own | extra
 
 
+def members(count: int) -> list[dict[str, str]]:
+    """Variables of each process of one run on this machine."""
+    here = f"127.0.0.1:{free_port()}"
+    return [
+        {
+            "JAXVLM_COORDINATOR": here,
+            "JAXVLM_NUM_PROCESSES": str(count),
+            "JAXVLM_PROCESS_ID": str(number),
+        }
+        for number in range(count)
+    ]
+
+
 def start(
     workdir: pathlib.Path, data: pathlib.Path, *args: str, devices: int = 8, cwd=None, **env: str
 ):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import errno
 import itertools
 import json
 import logging
@@ -20,7 +19,6 @@ import pathlib
 import re
 import secrets
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +31,7 @@ from jaxvlm.checkpoint.run_record import COMMITTED
 from jaxvlm.parallel.distributed.processes import from_first_process
 from jaxvlm.stores.errors import StoreError
 from jaxvlm.stores.object_store import RemoteFolder
-from jaxvlm.stores.store_requests import each, local_disk
+from jaxvlm.stores.store_requests import each, local_disk, temporary_folder
 
 SCHEMES = ("s3",)
 """Of stores whose checkpoints are staged."""
@@ -245,10 +243,7 @@ def _make_folder(passes: bool = True) -> pathlib.Path:
     """
     where = os.environ.get("TMPDIR", "")
     try:
-        found = tempfile.gettempdir()
-        if where and not os.path.samefile(where, found):
-            raise OSError(errno.ENOSPC, "it can't be written, or is full")
-        return local_copies.make("checkpoint", found)
+        return local_copies.make("checkpoint", temporary_folder())
     except OSError as error:
         raise StoreError(
             f"TMPDIR={where}: no checkpoint can be written there "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from jaxvlm.data.images import image_files
 from jaxvlm.data.images.look_alikes import BITS, Look, alike, look_at
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.sources import conversation_formats
-from jaxvlm.data.sources.member_names import is_video, shown
+from jaxvlm.data.sources.member_names import digest_of, is_video, shown
 from jaxvlm.data.tokenizer import chat_tokenizer as tokenizer
 from jaxvlm.data.videos import video_files
 
@@ -274,7 +273,7 @@ def _repeats(records: Sequence[conversation_formats.Record]) -> dict[str, list[s
     ):
         seen: set[bytes] = set()
         for record in records:
-            part = hashlib.blake2b(repr(part_of(record)).encode(), digest_size=16).digest()
+            part = digest_of(repr(part_of(record)).encode())
             if part in seen:
                 found[what].append(record.id)
             seen.add(part)

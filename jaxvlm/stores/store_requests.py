@@ -10,9 +10,11 @@ import collections
 import contextlib
 import errno
 import math
+import os
 import pathlib
 import re
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -261,6 +263,18 @@ def each(call: Callable[[Any], Any], names: Iterable[Any]) -> None:
         thread.join()
     if failed:
         raise failed[0]
+
+
+def temporary_folder() -> str:
+    """The folder for temporary files.
+
+    Raises:
+        OSError: there is none, or TMPDIR names one in whose place Python takes another.
+    """
+    found, asked = tempfile.gettempdir(), os.environ.get("TMPDIR", "")
+    if asked and not os.path.samefile(asked, found):
+        raise OSError(errno.ENOSPC, "it can't be written, or is full")
+    return found
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from runs import members
 
 from jaxvlm.checkpoint.checkpointer import Checkpointer
 
@@ -61,20 +61,10 @@ with distributed.guard_peers():
 
 
 def run_pair(mode: str, folder) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pair = []
-    for process in range(2):
-        env = os.environ | {
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-            "JAXVLM_COORDINATOR": f"127.0.0.1:{port}",
-            "JAXVLM_NUM_PROCESSES": "2",
-            "JAXVLM_PROCESS_ID": str(process),
-        }
-        command = [sys.executable, "-c", PROGRAM, mode, str(folder)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        pair.append(subprocess.Popen(command, env=env, text=True, **pipes))
+    command = [sys.executable, "-c", PROGRAM, mode, str(folder)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    shared = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    pair = [subprocess.Popen(command, env=shared | own, text=True, **pipes) for own in members(2)]
     try:
         heads = []
         for process in pair:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from loopback_store import on_s3
-from runs import free_port
+from runs import members
 
 from jaxvlm.checkpoint.checkpointer import Checkpointer
 
@@ -55,17 +55,12 @@ with distributed.guard_peers():
 
 def run_pair(folder, wrong, which):
     """Exit codes of both, and what they said."""
-    port = free_port()
-    pair = []
-    for number in range(2):
-        env = os.environ | {
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-            "JAXVLM_COORDINATOR": f"127.0.0.1:{port}",
-            "JAXVLM_NUM_PROCESSES": "2",
-            "JAXVLM_PROCESS_ID": str(number),
-        }
-        command = [sys.executable, "-c", PROGRAM, str(folder), wrong, str(which)]
-        pair.append(subprocess.Popen(command, env=env, text=True, stderr=subprocess.PIPE))
+    command = [sys.executable, "-c", PROGRAM, str(folder), wrong, str(which)]
+    shared = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    pair = [
+        subprocess.Popen(command, env=shared | own, text=True, stderr=subprocess.PIPE)
+        for own in members(2)
+    ]
     try:
         said = [process.communicate(timeout=120)[1] for process in pair]  # of one that hangs
         return [process.returncode for process in pair], said

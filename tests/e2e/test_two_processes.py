@@ -5,13 +5,12 @@ from __future__ import annotations
 import pathlib
 import re
 import shutil
-import socket
 import time
 
 import pytest
 from numerics import close
 from PIL import Image, ImageOps
-from runs import finish, losses, start
+from runs import finish, losses, members, start
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -20,24 +19,9 @@ def together(workdir, data, *args, env=({}, {}), cwd=(None, None)):
     """Both processes of one run; each may have its own folders, data and variables."""
     workdirs = workdir if isinstance(workdir, list) else [workdir] * 2
     files = data if isinstance(data, list) else [data] * 2
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return [
-        start(
-            workdirs[number],
-            files[number],
-            *args,
-            devices=4,
-            cwd=cwd[number],
-            **{
-                "JAXVLM_COORDINATOR": f"127.0.0.1:{port}",
-                "JAXVLM_NUM_PROCESSES": "2",
-                "JAXVLM_PROCESS_ID": str(number),
-            }
-            | env[number],
-        )
-        for number in range(2)
+        start(workdirs[i], files[i], *args, devices=4, cwd=cwd[i], **own | env[i])
+        for i, own in enumerate(members(2))
     ]
 
 

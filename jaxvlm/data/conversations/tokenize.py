@@ -20,7 +20,7 @@ from jaxvlm.data.errors import ImageError, Problem
 from jaxvlm.data.image_placeholders import ImageSpans, Lead
 from jaxvlm.data.images import image_files
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record, Turn, record_spool
-from jaxvlm.data.sources.member_names import is_video, shown
+from jaxvlm.data.sources.member_names import digest_of, is_video, shown
 from jaxvlm.data.tokenizer.chat_template import TemplateError
 from jaxvlm.data.tokenizer.chat_tokenizer import ONE_AT_A_TIME, ChatTokenizer
 from jaxvlm.types import Span
@@ -172,7 +172,7 @@ def encode(
     for record in records:
         leads = tuple(Lead.of(measured[path]) for path in record.images if path in measured)
         one = record.turns, leads
-        digest = hashlib.blake2b(repr(one).encode(), digest_size=16).digest()
+        digest = digest_of(repr(one).encode())
         if digest not in number:
             number[digest] = len(number)
             encoded.add(one)

@@ -50,7 +50,7 @@ class Member(NamedTuple):
 
 
 def digest_of(data: bytes) -> bytes:
-    """Hash of an image's bytes, 16 bytes."""
+    """Hash of bytes, 16 bytes, by which equal ones are told from others."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 

@@ -4,7 +4,6 @@ data would take gigabytes."""
 from __future__ import annotations
 
 import array
-import errno
 import json
 import mmap
 import os
@@ -14,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 from jaxvlm.data.errors import DataError
+from jaxvlm.stores.store_requests import temporary_folder
 
 IN_MEMORY = 50_000
 """Items that stay in memory; where there are more, all of them are written."""
@@ -53,12 +53,9 @@ class Spool(Generic[T]):
         return found
 
     def _write(self) -> None:
-        folder = "the folder for temporary files"
+        folder = os.environ.get("TMPDIR", "the folder for temporary files")
         try:
-            usable = tempfile.gettempdir()
-            folder = os.environ.get("TMPDIR") or usable
-            if not os.path.samefile(folder, usable):  # in whose place Python takes another one
-                raise OSError(errno.ENOSPC, "it can't be written, or is full")
+            folder = temporary_folder()
             if self._file is None:
                 self._file, name = tempfile.mkstemp(prefix="jaxvlm-records-")
                 weakref.finalize(self, os.close, self._file)  # what is mapped stays
