@@ -162,8 +162,23 @@ class S3(Store):
 
     scheme = "s3"
 
+    def __init__(self):
+        super().__init__()
+        self._conditions = threading.Lock()
+
     def path(self, name):
         return name
+
+    def answer(self, command, path, body, head):
+        """As of any store; requests with conditions one at a time.
+
+        Amazon's store checks "If-None-Match: *" and writes as one; Moto looks first, then writes,
+        so that two could both create a file.
+        """
+        with contextlib.ExitStack() as kept:
+            if any(name.lower() in ("if-none-match", "if-match") for name in head):
+                kept.enter_context(self._conditions)
+            return super().answer(command, path, body, head)
 
     def _environment(self):
         return {
