@@ -59,8 +59,9 @@ def write_records(path: pathlib.Path, count: int) -> None:
 
 def pack(source: str, folder: str) -> dict[str, float]:
     """Pack a file; returns seconds, and the peak of the memory that no file holds."""
-    from jaxvlm.data.conversations import packed_files, packed_set
+    from jaxvlm.data.conversations import packed_set
     from jaxvlm.data.conversations.dataset import load_dataset
+    from jaxvlm.data.packed import packed_files
     from jaxvlm.data.tokenizer import chat_tokenizer
 
     tokenizer = chat_tokenizer.build(WORDS)
@@ -90,9 +91,10 @@ def pack(source: str, folder: str) -> dict[str, float]:
 
 def repeat(source: pathlib.Path, target: pathlib.Path, times: int) -> None:
     """Write a set that holds another one's records ``times`` times."""
-    from jaxvlm.data.conversations import packed_files, packed_set
+    from jaxvlm.data.conversations import packed_set
     from jaxvlm.data.conversations.packing import Sequences
     from jaxvlm.data.conversations.piece_checksums import of_sequence
+    from jaxvlm.data.packed import packed_files
 
     shutil.copytree(source, target)
     read = {path.stem: np.load(path) for path in source.glob("*.npy")}

@@ -191,9 +191,13 @@ LONG = {
     "cache/test_encode.py": (
         "test_a_cache_that_may_not_be_seen_changes_no_bit",
         "test_no_token_is_older_than_its_bound",
+        "test_the_order_in_which_tokens_are_kept_changes_no_bit",
+        "test_where_pages_lie_changes_no_bit",
     ),
     "cache/test_pair_tokens.py": ("test_tokens_that_are_given_change_no_bit",),
+    "cache/test_policy.py": ("test_need_is_drawn_more_often",),
     "checkpoint/test_checkpoint.py": (
+        "test_all_damaged_lists_each",
         "test_damage_is_reported_and_the_previous_checkpoint_is_used",
     ),
     "checkpoint/test_checkpoint_processes.py": ("test_write_stop_damage_and_resume",),
@@ -203,13 +207,19 @@ LONG = {
         "test_one_that_can_not_write_what_it_sends_keeps_none_waiting",
     ),
     "checkpoint/test_object_store.py": (
+        "test_a_failure_that_passes_is_waited_for_and_one_that_lasts_is_named[gs",
         "test_a_kill_while_one_is_written_or_deleted_loses_nothing",
         "test_a_run_that_saves_nothing_deletes_nothing",
         "test_a_run_that_was_taken_over_deletes_nothing",
         "test_a_store_that_does_not_answer_has_no_missing_files",
+        "test_a_store_that_does_not_answer_is_no_damage[s3",
         "test_an_answer_that_is_wrong_once_is_no_damage",
         "test_the_mark_of_a_checkpoint_goes_before_its_files",
         "test_what_is_damaged_for_good_is_kept_aside",
+    ),
+    "checkpoint/test_run_folder.py": ("test_what_can_not_be_sent_at_the_end_is_an_error",),
+    "checkpoint/test_run_lock.py": (
+        "test_a_lock_of_a_lost_machine_is_taken_over_and_its_run_stops",
     ),
     "checkpoint/test_staging.py": ("test_a_full_disk_here_is_no_damage_there",),
     "cli/test_cli.py": (
@@ -228,17 +238,20 @@ LONG = {
     "data/test_packed_damage.py": ("test_nothing_damaged_is_trained_on",),
     "data/test_packed_set.py": ("test_batches_are_those_of_the_files",),
     "data/test_packed_stores.py": (
+        "test_a_killed_pack_is_no_set[s3",
         "test_batches_are_those_of_the_files",
         "test_images_come_in_blocks",
         "test_kills_while_files_are_copied",
         "test_what_is_wrong_for_a_while_changes_nothing",
         "test_what_is_wrong_for_good_is_named",
     ),
+    "data/test_packing.py": ("test_all_rows_and_seeds_have_the_same_sequences",),
     "data/test_pair_dataset.py": ("test_any_split_of_rows_and_any_start",),
     "data/test_remote_files.py": (
         "test_files_of_the_hub",
         "test_what_is_wrong_for_good_is_no_data",
     ),
+    "data/test_spool.py": ("test_a_full_disk_is_named_and_nothing_is_left",),
     "data/test_tokenizer.py": (
         "test_a_template_that_raises_loops_or_fills_the_memory_is_an_error",
     ),
@@ -277,39 +290,51 @@ LONG = {
         "test_reset_moments_are_those_of_a_new_run",
         "test_rounded_updates_of_a_killed_site_repeat",
     ),
-    "e2e/test_frozen_dtype_runs.py": ("test_a_frozen_tower_is_held_and_exported_as_it_came",),
+    "e2e/test_frozen_dtype_runs.py": (
+        "test_a_frozen_tower_is_held_and_exported_as_it_came",
+        "test_a_run_in_float32_is_converted_if_no_value_changes",
+        "test_a_run_is_resumed_on_another_mesh_with_the_same_bits",
+        "test_stages_train_what_was_frozen_and_freeze_what_was_trained",
+    ),
     "e2e/test_island_runs.py": ("test_a_run_that_was_stopped_goes_on_with_the_same_bits",),
     "e2e/test_lora.py": (
         "test_a_run_goes_on_from_an_adapter",
         "test_a_run_trains_adapters_alone_and_resumes",
+        "test_a_runs_adapter_is_pefts_and_merges",
         "test_logits_and_gradients_of_an_adapter_are_pefts",
     ),
     "e2e/test_mixture_runs.py": (
-        "test_metrics_count_by_source",
         "test_a_mixture_is_packed_source_by_source",
+        "test_metrics_count_by_source",
     ),
+    "e2e/test_numerics.py": ("test_without_packing_rows_fall_into_buckets",),
     "e2e/test_object_store_runs.py": (
         "test_a_stopped_run_in_an_object_store_goes_on_to_the_same_bits",
     ),
     "e2e/test_packed_runs.py": (
         "test_a_run_goes_on_where_its_data_were_packed",
+        "test_pairs_from_a_web_server",
         "test_the_same_bits_from_a_web_server",
     ),
     "e2e/test_resume.py": (
         "test_a_missing_evaluation_image_harms_neither_control_nor_grid",
         "test_a_resume_without_evaluation_keeps_the_best_score",
+        "test_a_start_that_ended_before_config_json_blocks_nothing",
         "test_another_model_of_the_same_shapes_does_not_go_on",
         "test_changed_data_is_refused",
         "test_early_stop_survives_the_same_command",
         "test_half_written_files_of_a_killed_start_do_no_harm",
     ),
-    "e2e/test_settings_follow.py": ("test_a_vlms_run",),
+    "e2e/test_settings_follow.py": (
+        "test_a_vlms_run",
+        "test_flags_that_replace_a_runs_settings_are_named",
+    ),
     "e2e/test_token_store.py": (
-        "test_damage_and_part_of_a_store",
-        "test_images_that_are_found_are_not_decoded",
         "test_a_loaded_model_reads_what_its_run_wrote",
         "test_a_second_run_finds_what_the_first_made",
         "test_a_store_that_can_not_be_written",
+        "test_damage_and_part_of_a_store",
+        "test_images_that_are_found_are_not_decoded",
         "test_lossy_tokens_in_a_store",
         "test_lossy_tokens_of_a_run_that_is_stopped",
         "test_of_another_tower_nothing_is_found",
@@ -319,7 +344,10 @@ LONG = {
     "e2e/test_two_processes.py": (
         "test_a_process_that_is_refused_alone_ends_the_other_with_one_line",
     ),
-    "e2e/test_video_runs.py": ("test_a_run_is_the_same_with_the_cache_and_from_a_packed_set",),
+    "e2e/test_video_runs.py": (
+        "test_a_run_is_the_same_with_the_cache_and_from_a_packed_set",
+        "test_a_videos_frames_are_read_from_the_cache",
+    ),
     "evals/test_retrieval.py": ("test_ties_are_in_no_order",),
     "federate/test_flower_relay.py": ("test_no_fault_changes_the_weights",),
     "federate/test_service.py": ("test_killed_at_any_moment_nothing_is_lost",),
@@ -335,23 +363,38 @@ LONG = {
         "test_a_file_is_not_decoded_where_its_tokens_are_on_disk",
         "test_an_image_has_the_bits_that_it_has_alone",
         "test_answers_are_those_without_a_cache_and_nothing_is_encoded_twice",
+        "test_other_parameters_have_other_tokens",
     ),
     "launch/test_local.py": (
         "test_each_process_has_its_devices",
         "test_what_ends_mean",
     ),
-    "launch/test_slurm.py": ("test_what_the_processes_ends_mean",),
+    "launch/test_slurm.py": (
+        "test_a_job_that_is_cancelled_is_not_put_back",
+        "test_spare_nodes_are_used_later",
+        "test_what_the_processes_ends_mean",
+    ),
     "launch/test_targets.py": ("test_a_run_that_does_not_fit_is_not_launched",),
     "losses/test_custom_loss.py": (
         "test_a_run_reserves_the_names_that_it_writes",
         "test_a_run_without_weights_stops",
     ),
     "losses/test_next_token.py": ("test_any_vocabulary_can_be_cut",),
+    "losses/test_router.py": ("test_each_microbatch_is_balanced_by_itself[pipeline",),
+    "models/test_adapters.py": (
+        "test_a_mesh_and_parts_of_a_batch_give_the_same_gradients[mesh0-1",
+    ),
+    "models/test_decoder.py": ("test_neither_mesh_nor_remat_changes_loss_or_gradients[one-full",),
+    "models/test_relevance.py": (
+        "test_any_mesh_gives_one_devices_gradients",
+        "test_kept_tokens_change_no_bit",
+    ),
     "parallel/test_distributed.py": (
         "test_a_peer_that_never_starts_is_named",
         "test_an_error_in_one_ends_both",
         "test_ctrl_c_in_one_ends_the_other_in_one_line",
         "test_exit_now_keeps_its_status",
+        "test_killing_one_ends_the_other[1-uneven",
         "test_train_under_mpirun_says_it_in_one_line",
     ),
     "parallel/test_layered_reduction.py": (
@@ -359,6 +402,7 @@ LONG = {
         "test_the_wire_carries_bytes",
     ),
     "parallel/test_pipeline.py": ("test_no_matmul_is_done_twice_for_a_smaller_bubble",),
+    "planner/test_encoder_placement.py": ("test_rejected_candidates_are_slower_than_the_first",),
     "planner/test_plan_command.py": ("test_the_page_has_the_rate_on_one_device_to_thousands",),
     "planner/test_planned_islands.py": ("test_the_tree_and_other_sizes_have_the_islands",),
     "planner/test_planned_memory.py": (
@@ -377,6 +421,7 @@ LONG = {
     "spmd/test_pair_stages.py": ("test_embeddings_and_gradients_go_through_stages",),
     "spmd/test_transfer.py": ("test_every_part_comes_from_its_own_process",),
     "sweep/test_definition.py": ("test_an_id_is_of_the_values_however_they_are_written",),
+    "sweep/test_gke_sweep.py": ("test_a_sweep_that_is_killed_makes_nothing_twice",),
     "sweep/test_schedule.py": (
         "test_a_sweep_that_is_killed_at_any_moment_misses_nothing_and_repeats_nothing",
     ),
@@ -399,11 +444,6 @@ LONG = {
         "test_what_teaches_nothing_is_refused",
     ),
     "trainer/test_unreached.py": ("test_a_run_on_texts_keeps_the_vision_encoders_bits",),
-    "models/test_relevance.py": (
-        "test_kept_tokens_change_no_bit",
-        "test_any_mesh_gives_one_devices_gradients",
-    ),
-    "data/test_packing.py": ("test_all_rows_and_seeds_have_the_same_sequences",),
 }
 """The same of tests that are long."""
 

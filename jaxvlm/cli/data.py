@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
@@ -172,8 +173,9 @@ def _mixture(values: flags.FlagValues) -> dict[str, Any]:
 def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
     """Pack the training data of a recipe, or a file as if the recipe named it."""
     from jaxvlm.config import ConfigError, from_config_dict
-    from jaxvlm.data.conversations import packed_files
-    from jaxvlm.data.conversations.content import is_packed, is_remote
+    from jaxvlm.data.packed import packed_files
+    from jaxvlm.data.packed.packed_files import is_packed, is_remote
+    from jaxvlm.losses.registry import trains_embeddings
     from jaxvlm.stores.object_store import check_scheme
     from jaxvlm.trainer import checks, inputs
 
@@ -203,6 +205,8 @@ def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
         )
     for output in outputs.values():
         packed_files.refuse_existing(output)
+    if trains_embeddings(config):
+        return _pack_pairs(config, values.output, values.shard_mb * 2**20)
     prepared = inputs.prepare_conversations(config, None)
     whole, reports = prepared.dataset.content, {}
     contents = dict(zip(config.data.mixture, whole.sources)) or {"": whole}
@@ -211,8 +215,7 @@ def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
             report = _write_set(folder, contents[name], prepared, values.shard_mb * 2**20)
         print(
             f"{output}: {report['records']:,} records, {report['images']:,} images, "
-            f"{report['sequences']:,} packed sequences, {report['bytes'] / 2**20:,.1f} MiB; "
-            f"{report['left_out']:,} records are left out"
+            f"{report['sequences']:,} packed sequences, {_rest(report)}"
         )
         reports[name] = report
     for name in config.data.mixture:
@@ -220,33 +223,68 @@ def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
     return {"sources": reports} if names else reports[""]
 
 
+def _pack_pairs(config: Any, output: str, shard_bytes: int) -> dict[str, Any]:
+    """Pack the pairs that a run of the recipe would train on."""
+    from jaxvlm.data.packed import packed_files
+    from jaxvlm.data.pairs import packed_pairs
+    from jaxvlm.trainer import embedding_run
+
+    prepared = embedding_run.prepare_pairs(config, None)
+    data, data_config = prepared.dataset, prepared.dataset.config
+    made = packed_pairs.made_for(data_config, (data.queries.collator, data.documents.collator))
+    problems = _left_out(data.problems)
+    with packed_files.new_folder(output) as folder:
+        index = packed_pairs.write(
+            folder, data.corpus, made, prepared.tokenizer, data_config, shard_bytes
+        )
+    report = _report(index, ("records", "queries", "documents", "images", "tokens"), problems)
+    print(
+        f"{output}: {report['records']:,} examples, {report['queries']:,} queries, "
+        f"{report['documents']:,} documents, {report['images']:,} images, {_rest(report)}"
+    )
+    return report
+
+
 def _write_set(folder: pathlib.Path, content: Any, prepared: Any, size: int) -> dict[str, Any]:
     """Write a packed set, and return what there is in it, and what is left out."""
     from jaxvlm.data.conversations import packed_set
 
-    problems = [problem for part in content.parts for problem in part.problems]
+    problems = _left_out([problem for part in content.parts for problem in part.problems])
+    config, settings = prepared.dataset.config, prepared.dataset.settings
+    made = packed_set.made_for(config, settings, prepared.tokenizer, content.facts.has_videos)
+    index = packed_set.write(folder, content, made, prepared.tokenizer, config, size)
+    return _report(index, ("records", "images", "sequences", "tokens"), problems)
+
+
+def _left_out(problems: Sequence[Any]) -> dict[str, list[str]]:
+    """Print what is not packed, and return its ids by reason."""
     reasons: dict[str, list[str]] = {}
     for problem in problems:
         reasons.setdefault(problem.reason, []).append(problem.id)
     for reason, ids in reasons.items():
         more = ", ..." if len(ids) > 3 else ""
         print(f"left out: {len(ids):,}  {reason}: {', '.join(ids[:3])}{more}")
-    config, settings = prepared.dataset.config, prepared.dataset.settings
-    made = packed_set.made_for(config, settings, prepared.tokenizer, content.facts.has_videos)
-    index = packed_set.write(folder, content, made, prepared.tokenizer, config, size)
-    report: dict[str, Any] = {
-        name: index[name] for name in ("records", "images", "sequences", "tokens")
-    }
-    report |= {"left_out": len(problems), "problems": reasons}
-    report["bytes"] = sum(size for size, _ in index["files"].values())
-    return report
+    return reasons
+
+
+def _report(
+    index: dict[str, Any], names: Sequence[str], problems: dict[str, list[str]]
+) -> dict[str, Any]:
+    report: dict[str, Any] = {name: index[name] for name in names}
+    report |= {"left_out": len(index["left_out"]), "problems": problems}
+    return report | {"bytes": sum(size for size, _ in index["files"].values())}
+
+
+def _rest(report: dict[str, Any]) -> str:
+    size = report["bytes"] / 2**20
+    return f"{size:,.1f} MiB; {report['left_out']:,} records are left out"
 
 
 def _verify(folder: str) -> dict[str, Any]:
     """Read all of a packed set, and exit 1 if a file is not as it was packed."""
     from jaxvlm.config import ConfigError, DataConfig
-    from jaxvlm.data.conversations import packed_files
-    from jaxvlm.data.conversations.content import is_packed
+    from jaxvlm.data.packed import packed_files
+    from jaxvlm.data.packed.packed_files import is_packed
 
     if not is_packed(folder, DataConfig()):
         what = "is no packed set" if os.path.exists(folder) else "does not exist"

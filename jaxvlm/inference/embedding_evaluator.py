@@ -17,6 +17,7 @@ from jaxvlm.data.pairs.collate_prompt_items import PromptCollator
 from jaxvlm.data.pairs.collate_texts import TextCollator
 from jaxvlm.data.pairs.dataset import PairDataset
 from jaxvlm.data.pairs.examples import never_retrieved, same_content
+from jaxvlm.data.sources import pair_formats
 from jaxvlm.evals import retrieval
 from jaxvlm.inference.encoder import Encoder
 from jaxvlm.inference.evaluator import Report
@@ -95,7 +96,8 @@ def embedding_evaluator(
     data = dataclasses.replace(config.data, flip=False, max_shift=0)
     if not (spec := spec or data.eval):
         raise ConfigError("eval: the run has no config.data.eval; give --data=FILE")
-    dataset = PairDataset.from_config(data, collator, seed=config.seed, spec=spec)
+    read = pair_formats.read(spec, data)
+    dataset = PairDataset.from_config(data, collator, seed=config.seed, spec=spec, read=read)
     if len(dataset.documents.items) < 2:
         raise DataError(
             f"{spec}: the corpus has fewer than two documents; ranking needs at least 2"

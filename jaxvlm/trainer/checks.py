@@ -21,9 +21,9 @@ from jaxvlm.config import (
     refuse_unread_by,
 )
 from jaxvlm.data.conversations import packing
-from jaxvlm.data.conversations.content import is_packed, is_remote, packed_data
 from jaxvlm.data.conversations.mixture_records import SOURCE_SETTINGS
-from jaxvlm.data.conversations.packed_set import OF_READING
+from jaxvlm.data.packed.checks import OF_READING
+from jaxvlm.data.packed.packed_files import is_packed, is_remote, packed_data
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
 from jaxvlm.stores.object_store import check_scheme
@@ -90,11 +90,6 @@ def check_packable(config: Config) -> None:
         ConfigError: which, and what to do.
     """
     check_data(config)
-    if trains_embeddings(config):
-        raise ConfigError(
-            f"data pack is for conversations, and {loss_setting(config)} trains on pairs, which "
-            "are read as they are"
-        )
     packed, mixture = packed_data(config.data), config.data.mixture
     if packed and len(packed) >= len(mixture):
         what = "config.data.mixture" if mixture else f"config.data.train={packed[0]!r}"
@@ -130,16 +125,12 @@ def check_data(config: Config) -> None:
         )
     if mixture:
         refuse_unread(data, "config.data")
-    files = {"config.data.eval": data.eval}
-    if trains_embeddings(config):
-        files["config.data.train"] = data.train
-    for name, spec in files.items():
-        if is_packed(spec, data):
-            what = "is at a URL, as only packed sets are" if is_remote(spec) else "is packed"
-            raise ConfigError(
-                f"{name}={spec!r} {what}, which only training data of a run that trains tokens can "
-                "be; name a file of records on this machine"
-            )
+    if is_packed(data.eval, data):
+        what = "is at a URL, as only packed sets are" if is_remote(data.eval) else "is packed"
+        raise ConfigError(
+            f"config.data.eval={data.eval!r} {what}, which only training data can be; name a file "
+            "of records on this machine"
+        )
     if mixture and len(packed_data(data)) == len(mixture) and not data.eval:
         refuse_changed(data, OF_READING, "config.data", "by a mixture of packed sets")
     specs = [data.train, data.eval, *(source.train for source in mixture.values())]

@@ -12,6 +12,7 @@ from jaxvlm.cache import pair_batches
 from jaxvlm.config import Config, ConfigError, check_choice, refuse_changed
 from jaxvlm.data import validate
 from jaxvlm.data.errors import NothingUsable, Problem
+from jaxvlm.data.packed.packed_files import is_packed
 from jaxvlm.data.pairs.dataset import PairDataset, PairMeta
 from jaxvlm.data.pairs.examples import Example
 from jaxvlm.data.sources import pair_formats
@@ -32,12 +33,24 @@ from jaxvlm.trainer.training import pipeline_line
 from jaxvlm.types import Pairs
 
 
-def prepare_pairs(given: Config, workdir: pathlib.Path | None) -> Prepared:
-    """What a run that trains embeddings is made of; see :class:`jaxvlm.trainer.inputs.Prepared`."""
+def prepare_pairs(
+    given: Config,
+    workdir: pathlib.Path | None,
+    read: tuple[list[Example], list[Problem]] | None = None,
+) -> Prepared:
+    """What a run that trains embeddings is made of; see :class:`jaxvlm.trainer.inputs.Prepared`.
+
+    Args:
+        given: settings of the run.
+        workdir: the run's folder.
+        read: the training data, if they were read before.
+    """
     _check(given)
-    read = pair_formats.read(given.data.train, given.data)
+    if read is None and not is_packed(given.data.train, given.data):
+        read = pair_formats.read(given.data.train, given.data)
+    examples = read[0] if read else ()  # a packed set has its tokenizer
     if given.embedder == "dual":
-        made = dual_encoder.make_dual_encoder(given, workdir, lambda: texts(read[0]))
+        made = dual_encoder.make_dual_encoder(given, workdir, lambda: texts(examples))
         config = dataclasses.replace(given, dual=made.config)
         prepared = Prepared(config, made.source, made.tokenizer, made.image_processor, None, made)
     else:
@@ -47,7 +60,7 @@ def prepare_pairs(given: Config, workdir: pathlib.Path | None) -> Prepared:
             given = pretrained.with_source(given, source)
         given = peft_folder.with_adapter(given, source, workdir)
         saved = workdir / "tokenizer" if workdir else None
-        words = make_tokenizer(given, saved, lambda: texts(read[0]), source)
+        words = make_tokenizer(given, saved, lambda: texts(examples), source)
         if source is not None:
             pretrained.check_tokens(source, words)
         images = image_format_of(given, source, words)
@@ -102,8 +115,9 @@ def validate_file(config: Config, spec: str) -> validate.ValidationReport:
         DataError: the file as a whole can't be used.
     """
     data = dataclasses.replace(config.data, train=spec, on_bad_record="skip", max_skip_fraction=1.0)
+    read = pair_formats.read(spec, data)
     try:
-        dataset = prepare_pairs(dataclasses.replace(config, data=data), None).dataset
+        dataset = prepare_pairs(dataclasses.replace(config, data=data), None, read).dataset
     except NothingUsable as error:
         return _report(spec, error.problems, [], np.zeros(0, np.int32), 0)
     corpus, good, problems = dataset.corpus, [], list(dataset.problems)

@@ -65,7 +65,7 @@ def unread(config: Config, dataset: PairDataset) -> list[str]:
     """
     lines = []
     for column in (dataset.queries, dataset.documents):
-        if config.embedder != "dual" or any(item.words for item in column.items):
+        if config.embedder != "dual" or len(column.encoded.tokens):
             continue
         for name in (f"{column.name}_instruction", f"max_{column.name}_length"):
             if value := getattr(config.data.pairs, name):
@@ -97,7 +97,7 @@ def _judge_scores(config: Config, dataset: PairDataset) -> str:
             f"{dataset.name}: every score is {low:g}; config.loss.name={name!r} learns their "
             "differences"
         )
-    kind = "similarities of pairs" if dataset.corpus.num_documents == 1 else "a teacher's scores"
+    kind = "similarities of pairs" if dataset.num_documents == 1 else "a teacher's scores"
     return f"scores: {kind}, from {low:g} to {high:g}"
 
 

@@ -3,9 +3,12 @@
 import dataclasses
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data.conversations import packed_files, packed_set
+from jaxvlm.data.conversations import packed_set
 from jaxvlm.data.conversations.dataset import load_dataset
 from jaxvlm.data.images import image_files
+from jaxvlm.data.packed import packed_files
+from jaxvlm.data.pairs import packed_pairs
+from jaxvlm.data.pairs.dataset import PairDataset
 from tests.data.any_size import span_of
 
 BASE = DataConfig(
@@ -38,3 +41,24 @@ def any_size(qwen, tokenizer):
     images = image_files.ImageFormat(qwen.prepare, 0, span_of(tokenizer), False, qwen.patching)
     sizes = {"image_size": 0, "num_patches": images.of_file, "prepare": images.prepare}
     return sizes | {"patching": images.patching}
+
+
+def packed_pairs_of(data, folder, shard_bytes=2000):
+    """What ``data pack`` writes of a data set of pairs."""
+    both = (data.queries.collator, data.documents.collator)
+    made = packed_pairs.made_for(data.config, both)
+    with packed_files.new_folder(str(folder)) as partial:
+        packed_pairs.write(partial, data.corpus, made, both[0].tokenizer, data.config, shard_bytes)
+    return str(folder)
+
+
+def opened_pairs(folder, data, seed=0, **more):
+    """The set as a run with the settings of ``data`` opens it, but for what is given."""
+    of_pairs = {f.name for f in dataclasses.fields(data.config.pairs)}
+    pairs = {k: v for k, v in more.items() if k in of_pairs}
+    rest = {k: v for k, v in more.items() if k not in of_pairs}
+    config = dataclasses.replace(
+        data.config, train=folder, pairs=dataclasses.replace(data.config.pairs, **pairs), **rest
+    )
+    collators = data.queries.collator, data.documents.collator
+    return PairDataset.from_config(config, collators[0], document_collator=collators[1], seed=seed)

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from jaxvlm.cli.main import run
-from jaxvlm.data.conversations import packed_files
 from jaxvlm.data.errors import DataError
+from jaxvlm.data.packed import packed_files
 from jaxvlm.data.sources import members
 from tests.data.stored_sets import SIZES, any_size, of_files, opened, packed
 from tests.data.test_dataset import assert_equal, take

@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from jaxvlm.data.conversations import packed_files
 from jaxvlm.data.errors import DataError
+from jaxvlm.data.packed import packed_files
 from tests.data.stored_sets import SIZES, of_files, packed
 
 
@@ -83,7 +83,8 @@ def test_killed_while_packing(album, word_tokenizer, tmp_path):
     expected = pathlib.Path(packed(data, tmp_path / "whole"))
     script = f"""
 import os, signal, sys
-from jaxvlm.data.conversations import packed_files, packed_set
+from jaxvlm.data.conversations import packed_set
+from jaxvlm.data.packed import packed_files
 with packed_files.new_folder({str(tmp_path / "set")!r}) as folder:
     (folder / "images-00000.tar").write_bytes(b"half")
     (folder / "tokenizer").mkdir()

@@ -20,8 +20,8 @@ import pytest
 from loopback_store import answers, cut, flipped, late, longer, on_s3, short, unavailable
 
 from jaxvlm.cli.main import run
-from jaxvlm.data.conversations import packed_files
 from jaxvlm.data.errors import DataError
+from jaxvlm.data.packed import packed_files
 from jaxvlm.data.sources import downloads
 from jaxvlm.data.sources.member_names import Member, digest_of
 from jaxvlm.stores import store_requests

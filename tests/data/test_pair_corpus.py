@@ -88,7 +88,7 @@ def test_negatives_are_drawn_anew_each_pass():
             assert names == [f"w{int(score)} w2" for score in scores[1:]]
             drawn.add(tuple(names))
     assert len(drawn) == 15
-    assert dataset(made, text_collator(), max_negatives=0).corpus.num_documents == 1
+    assert dataset(made, text_collator(), max_negatives=0).num_documents == 1
 
 
 def test_labels_scores_and_known_positives(caplog):

@@ -9,6 +9,7 @@ import pytest
 
 import jaxvlm
 from jaxvlm.cli.main import run
+from tests.e2e.test_embedding_runs import scratch
 from tests.runs import HERE, recipe, write_data
 
 STEPS = 6
@@ -62,4 +63,54 @@ def test_a_run_goes_on_where_its_data_were_packed(folder, tmp_path):
     steps = [row["step"] for row in map(json.loads, lines) if "train/loss" in row]
     assert steps == list(range(1, STEPS + 1))
     for ours, theirs in zip(packed, files, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def pairs_trained(path, workdir, steps=STEPS, **data):
+    config = scratch(path)
+    config.steps, config.data.eval = steps, ""
+    config.data.update(data)
+    trainer = jaxvlm.Trainer(config, workdir, jax.devices()[:1])
+    trainer.fit()
+    return [np.asarray(x) for x in jax.tree.leaves(trainer.state.params)]
+
+
+@pytest.fixture(scope="module")
+def set_of_pairs(captions, tmp_path_factory):
+    """A recipe, and the set that is packed from its pairs."""
+    folder = tmp_path_factory.mktemp("pairs")
+    text = "from tests.e2e.test_embedding_runs import scratch\n\nget_config = scratch\n"
+    (folder / "recipe.py").write_text(text)
+    recipe = f"--config={folder / 'recipe.py'}:{captions}"
+    assert run(["data", "pack", recipe, f"--output={folder / 'set'}"]) == 0
+    return recipe, folder / "set"
+
+
+def test_a_run_on_pairs_goes_on_with_the_packed_set(captions, set_of_pairs, tmp_path, capsys):
+    """To the bits of a run on the files; its tokenizer is that of the set."""
+    recipe, folder = set_of_pairs
+    files = pairs_trained(captions, tmp_path / "files")
+    pairs_trained(captions, tmp_path / "run", 3)
+    packed = pairs_trained(folder, tmp_path / "run")
+    for ours, theirs in zip(packed, files, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    capsys.readouterr()
+    for line, said in (
+        (["data", "check", str(folder), recipe], "is packed, and holds what a run trains on"),
+        (["data", "pack", str(folder), recipe, "--output=x"], "packed already"),
+        (["eval", f"--checkpoint={tmp_path / 'run'}", f"--data={folder}"], "is packed"),
+    ):
+        assert run(line) == 2
+        assert said in capsys.readouterr().err
+    assert run(["data", "verify", str(folder)]) == 0
+
+
+def test_pairs_from_a_web_server(captions, set_of_pairs, tmp_path):
+    """From the beginning, with images that are asked for several at a time."""
+    _, folder = set_of_pairs
+    files = pairs_trained(captions, tmp_path / "files")
+    with loopback_store.store(folder.parent, loopback_store.Web) as store:
+        copies = str(tmp_path / "copies")
+        served = pairs_trained(f"{store.url}/set", tmp_path / "served", download_dir=copies)
+    for ours, theirs in zip(served, files, strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -10,8 +10,10 @@ import numpy as np
 
 from jaxvlm.config import DataConfig, SourceConfig
 from jaxvlm.data.conversations import joined, packed_set
-from jaxvlm.data.conversations.content import Content, ModelInputs, build, is_packed
+from jaxvlm.data.conversations.content import Content, ModelInputs, build
 from jaxvlm.data.errors import MIXTURE, DataError, Problem
+from jaxvlm.data.packed.checks import OF_READING
+from jaxvlm.data.packed.packed_files import is_packed
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import Record
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
@@ -98,7 +100,7 @@ def load(
 def packed_source(config: DataConfig, source: SourceConfig) -> DataConfig:
     """The settings by which a packed source is opened: none of how files are read."""
     default = DataConfig()
-    unset = {name: getattr(default, name) for name in packed_set.OF_READING}
+    unset = {name: getattr(default, name) for name in OF_READING}
     return dataclasses.replace(config, train=source.train, mixture={}, **unset)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxvlm.data.conversations.packing import Pieces
 from jaxvlm.data.conversations.tokenize import Corpus
+from jaxvlm.data.packed import checks
 from jaxvlm.types import Span
 
 _OF_SEGMENT = ("record", "first", "last", "length", "offset")
@@ -39,30 +39,12 @@ class Checksums:
             parts.append(text.encode("utf-8", "surrogateescape"))
         return zlib.crc32(b"".join(parts))
 
-    @staticmethod
-    def of_span(span: Span) -> int:
-        """The checksum of an image's tokens."""
-        inside: tuple[Any, ...] = span.sources or ()
-        found = zlib.crc32(repr((int(span.advance), span.lead, inside[2:])).encode())
-        for leaf in (span.ids, span.tile, span.positions, *inside[:2]):
-            if leaf is not None:
-                found = zlib.crc32(f"{leaf.shape} {leaf.dtype}".encode() + leaf.tobytes(), found)
-        return found
-
     def _known(self, span: Span) -> int:
         if id(span) not in self._of_spans:  # spans live as long as the corpus does
-            self._of_spans[id(span)] = self.of_span(span)
+            self._of_spans[id(span)] = checks.of_span(span)
         return self._of_spans[id(span)]
 
 
 def of_sequence(own: np.ndarray) -> int:
     """The checksum of a packed sequence: of the numbers of its pieces."""
     return zlib.crc32(np.asarray(own, np.int64).tobytes())
-
-
-def holds(found: Callable[[], int], known: np.ndarray, index: int) -> bool:
-    """Whether a checksum is the known one; False where it can't be computed."""
-    try:
-        return found() == int(known[index])
-    except (LookupError, ValueError, OverflowError):  # places that can't be
-        return False

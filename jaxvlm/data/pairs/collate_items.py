@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -12,6 +12,8 @@ from jaxvlm.data.conversations.collate import PromptShape
 from jaxvlm.data.images.image_files import Preparation
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.pairs.examples import Item
+from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
+from jaxvlm.data.tokenizer.text_tokenizer import TextTokenizer
 from jaxvlm.types import Batch, Span
 
 TOKENIZE_BATCH = 4096
@@ -29,9 +31,9 @@ class Encoded(NamedTuple):
     """Tokens of an item, image placeholders expanded."""
     image: Int32[np.ndarray, " items"]
     """Index into ``paths``; -1 is none."""
-    paths: tuple[str, ...]
+    paths: Sequence[str]
     """Each image file once."""
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     """Token span of each image; () if the model has no image tokens."""
     truncated: int
     """Number of texts that were truncated."""
@@ -58,6 +60,21 @@ class Collator(Protocol):
     def image(self) -> tuple[int, Patching | None, int]:
         """Image format: height and width in pixels (0: any), how images of any size are cut into
         patches, and the number of patches that each is padded to (0: no fixed number)."""
+        ...
+
+    @property
+    def tokenizer(self) -> ChatTokenizer | TextTokenizer | None:
+        """Tokenizes the texts; ``None`` if the model takes none."""
+        ...
+
+    @property
+    def span_of(self) -> Callable[[str], Span] | None:
+        """Measures the token span of an image file; ``None`` if the model has no image tokens."""
+        ...
+
+    @property
+    def unk_id(self) -> int:
+        """Id of the token of unknown words; -1 if there is none."""
         ...
 
     @property

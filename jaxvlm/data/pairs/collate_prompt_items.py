@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +47,16 @@ class PromptCollator(NamedTuple):
     def image(self) -> tuple[int, Patching | None, int]:
         """See :class:`Collator`."""
         return self.image_format.size, self.image_format.patching, 0
+
+    @property
+    def span_of(self) -> Callable[[str], Span]:
+        """See :class:`Collator`."""
+        return self.image_format.of_file
+
+    @property
+    def unk_id(self) -> int:
+        """See :class:`Collator`."""
+        return self.tokenizer.unk_id
 
     @property
     def lengths(self) -> tuple[int, int]:

@@ -37,6 +37,16 @@ class TextCollator(NamedTuple):
         return (own.size, own.patching, own.max_patches) if own else (0, None, 0)
 
     @property
+    def span_of(self) -> None:
+        """See :class:`Collator`."""
+        return None
+
+    @property
+    def unk_id(self) -> int:
+        """See :class:`Collator`."""
+        return self.tokenizer.unk_id if self.tokenizer else -1
+
+    @property
     def lengths(self) -> tuple[int, int]:
         """See :class:`Collator`."""
         if self.tokenizer is None:

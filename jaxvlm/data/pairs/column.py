@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,39 @@ _LENGTH_STEP = 8
 """The longest bucket is a multiple of it, if the model's maximum length permits."""
 
 
+class Measured(NamedTuple):
+    """What holds for all items of a column, so that no start looks at all of them."""
+
+    tiles: int
+    """Tiles of an image, at most."""
+    position_rows: int
+    """R: rotary positions of a token."""
+    taps: int
+    """Features that a visual token holds, at most."""
+    unknown: int
+    """Tokens that are ``<unk>``."""
+    patches: np.ndarray
+    """i64[items]: patches that a batch has of each item's image."""
+
+
+def measure(encoded: Encoded, collator: Collator) -> Measured:
+    """Look at all items of a column."""
+    unique = {id(span): span for span in encoded.spans}.values()  # equal spans are one object
+    patching = collator.image[1]
+    per_token = patching.per_token if patching else 0
+    of_image = [per_token * int((span.tile > 0).sum()) for span in encoded.spans]
+    # Without image tokens, an image's patches are not computed here: all are padded alike.
+    patches = np.asarray([*of_image, 0], np.int64)
+    none = np.zeros(len(encoded.image), np.int64)
+    return Measured(
+        tiles=max((len(span.starts) for span in unique), default=1),
+        position_rows=max((len(span.positions) for span in unique), default=1),
+        taps=image_placeholders.max_taps(unique),
+        unknown=int(np.sum(encoded.tokens == collator.unk_id)),
+        patches=patches[encoded.image] if encoded.spans else none,
+    )
+
+
 class Column:
     """The queries or the documents of a data set of pairs.
 
@@ -34,6 +68,9 @@ class Column:
         collator: collates the items.
         image_cache: decodes images; ``None`` if no item has one.
         buckets: maximum number of bucket lengths.
+        measured: result of :func:`measure`; ``None``: not known yet.
+        check: of a packed set: raises DataError for an item that is not as it was packed.
+        each: calls a function of each row: of several at a time where a store is waited for.
 
     Attributes:
         shapes: static shapes (tokens, patches) of an item in a batch, ascending.
@@ -47,27 +84,26 @@ class Column:
         collator: Collator,
         image_cache: ImageCache | None,
         buckets: int,
+        measured: Measured | None = None,
+        check: Callable[[int], None] | None = None,
+        each: Callable[..., Iterable[Any]] = map,
     ):
         self.name, self.items, self.encoded, self.collator = name, items, encoded, collator
         self.size, self.patching, self._patches = collator.image
+        self.measured = measured or measure(encoded, collator)
+        self._check_item, self._each = check, each
         self.image_inputs = (
             ImageInputs(encoded.paths, encoded.spans, image_cache, self.patching)
             if image_cache
             else None
         )
-        unique = {id(span): span for span in encoded.spans}.values()  # equal spans are one object
-        tiles = max((len(span.starts) for span in unique), default=1)
         self._shape = PromptShape(
             tokens=0,
-            images=tiles if encoded.paths else 0,
-            position_rows=max((len(span.positions) for span in unique), default=1),
-            taps=image_placeholders.max_taps(unique),
+            images=self.measured.tiles if encoded.paths else 0,
+            position_rows=self.measured.position_rows,
+            taps=self.measured.taps,
         )
-        per_token = self.patching.per_token if self.patching else 0
-        of_image = [per_token * int((span.tile > 0).sum()) for span in encoded.spans]
-        # Without image tokens, an image's patches are not computed here: all are padded alike.
-        patches = np.asarray([*of_image, 0], np.int64)
-        self.patches = patches[encoded.image] if encoded.spans else np.zeros(len(items), np.int64)
+        self.patches = self.measured.patches
         self.shapes = self._all_shapes(buckets)
         self._token_shape: tuple[TokenShape, int] | None = None
 
@@ -135,19 +171,27 @@ class Column:
         Returns:
             The batch, and the reason for each row whose image failed; such a row is padding.
         """
-        failed: dict[int, str] = {}
-        inputs: dict[int, list[ImageInput]] = {}
-        for row, item in enumerate(which):
-            if item < 0 or self.image_inputs is None or self.encoded.image[item] < 0:
-                continue
+        source, check = self.image_inputs, self._check_item
+        if check is not None:
+            for item in which:
+                if item >= 0:
+                    check(int(item))
+
+        def load_image(row: int) -> list[ImageInput] | str:
+            assert source is not None  # it is called for rows with images
             try:
-                image = int(self.encoded.image[item])
-                cached = not (draw or pass_ is None or self.image_inputs.audits(image, pass_))
-                tiles = self.image_inputs.get(image, draw(row) if draw else (), use_cached=cached)
+                image = int(self.encoded.image[which[row]])
+                cached = not (draw or pass_ is None or source.audits(image, pass_))
+                tiles = source.get(image, draw(row) if draw else (), use_cached=cached)
                 self._check(tiles)
-                inputs[row] = tiles
+                return tiles
             except ImageError as error:
-                failed[row] = str(error)
+                return str(error)
+
+        rows = [i for i, x in enumerate(which) if source and x >= 0 and self.encoded.image[x] >= 0]
+        loaded = dict(zip(rows, self._each(load_image, rows), strict=True))
+        failed = {row: own for row, own in loaded.items() if isinstance(own, str)}
+        inputs = {row: own for row, own in loaded.items() if not isinstance(own, str)}
         kept = [-1 if row in failed else int(item) for row, item in enumerate(which)]
         batch = self.collator.collate(self.encoded, kept, self._shape._replace(tokens=shape[0]))
         token_shape = None if pass_ is None else self._token_shape

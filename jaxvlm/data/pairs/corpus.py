@@ -30,11 +30,11 @@ class PairCorpus(NamedTuple):
     number in both columns. Texts that are the same after truncation have one number too.
     """
 
-    examples: list[Example]
+    examples: Sequence[Example]
     problems: list[Problem]
     queries: Column
     documents: Column
-    contents: list[str]
+    contents: Sequence[str]
     """Description of each content, for error messages."""
     query: np.ndarray
     """i32[N]: each example's query."""
@@ -54,12 +54,14 @@ class PairCorpus(NamedTuple):
     """i64[N]: index into ``tasks``."""
     tasks: list[str]
     """Names of the tasks."""
-    num_documents: int
-    """K: documents of an example in a batch, its positive included."""
+    most_documents: int
+    """Documents of an example, its positive included, at most."""
     truncated: dict[str, int]
     """Column name -> number of texts that were truncated."""
     digest: str
     """Hash of all data that batches are a function of."""
+    group: np.ndarray | None = None
+    """i64[N]: result of :func:`jaxvlm.data.pairs.sampler.groups_of`; ``None``: not known yet."""
 
     @property
     def positive(self) -> np.ndarray:
@@ -225,7 +227,7 @@ def _build(
         for side, item in _items(example):
             used[side].setdefault(item, len(used[side]))
             contents.setdefault(item.content, len(contents))
-    columns, memory = {}, _image_caches(collators, config)
+    columns, memory = {}, image_caches(collators, config)
     for side, collator in zip(used, collators, strict=True):
         own = collate_items.take(encoded[side], [tables[side][item] for item in used[side]])
         columns[side] = Column(side, list(used[side]), own, collator, memory[side], config.buckets)
@@ -235,7 +237,6 @@ def _build(
     count = [len(documents) for documents in lists]
     flat = itertools.chain.from_iterable
     scores = [e.scores if scored else (0.0,) * n for e, n in zip(examples, count, strict=True)]
-    most = max(count) - 1 if config.pairs.max_negatives < 0 else config.pairs.max_negatives
     labels = _numbers([e.label for e in examples])
     tasks = {name: i for i, name in enumerate(dict.fromkeys(e.task for e in examples))}
     corpus = PairCorpus(
@@ -243,7 +244,7 @@ def _build(
         problems=problems,
         queries=columns["query"],
         documents=columns["document"],
-        contents=[" ".join(filter(None, content))[:80] for content in contents],
+        contents=[describe(content) for content in contents],
         query=np.asarray([used["query"][e.query] for e in examples], np.int32),
         document=np.asarray(list(flat(lists)), np.int32),
         first=np.concatenate([[0], np.cumsum(count)]).astype(np.int64),
@@ -255,11 +256,11 @@ def _build(
         label=labels if any(e.label for e in examples) else None,
         task=np.asarray([tasks[e.task] for e in examples], np.int64),
         tasks=list(tasks),
-        num_documents=1 + min(most, max(count) - 1),
+        most_documents=max(count),
         truncated={side: encoded[side].truncated for side in used},
         digest="",
     )
-    return corpus._replace(digest=_digest(corpus))
+    return corpus._replace(digest=digest_of(corpus))
 
 
 def _same_to_the_model(
@@ -292,6 +293,11 @@ def _same_to_the_model(
     return np.asarray([root(i) for i in range(len(parent))], np.int32)
 
 
+def describe(content: tuple[str, str]) -> str:
+    """A content in an error message."""
+    return " ".join(filter(None, content))[:80]
+
+
 def _without_false_negatives(name: str, examples: list[Example]) -> list[Example]:
     """Drop hard negatives that are the query itself, or its positive in another example."""
     positives_of: dict[tuple[str, str], set[tuple[str, str]]] = collections.defaultdict(set)
@@ -313,7 +319,7 @@ def _without_false_negatives(name: str, examples: list[Example]) -> list[Example
     return out
 
 
-def _image_caches(
+def image_caches(
     collators: tuple[Collator, Collator], config: DataConfig
 ) -> dict[str, ImageCache | None]:
     """Create each column's image cache; one for both if they preprocess images in the same way."""
@@ -334,7 +340,7 @@ def _numbers(names: Sequence[str]) -> np.ndarray:
     return np.asarray([numbers.setdefault(n, len(numbers)) if n else -1 for n in names], np.int32)
 
 
-def _digest(corpus: PairCorpus) -> str:
+def digest_of(corpus: PairCorpus) -> str:
     """Hash token ids, images' file names and sizes (not their folder), and the examples' items."""
     out = hashlib.blake2b(digest_size=8)
     for side in (corpus.queries, corpus.documents):

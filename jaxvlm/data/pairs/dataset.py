@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,10 @@ from jaxvlm.config import ConfigError, DataConfig, refuse_unread
 from jaxvlm.data.errors import DataError, Part, Problem, SkippedRecords
 from jaxvlm.data.image_inputs import Lookup, Tag
 from jaxvlm.data.images import image_files
+from jaxvlm.data.packed.mapped_arrays import Concatenated
+from jaxvlm.data.packed.packed_files import is_packed
 from jaxvlm.data.page_allocation import NoPages, TokenShape, windows_of
+from jaxvlm.data.pairs import packed_pairs
 from jaxvlm.data.pairs.collate_items import Collator
 from jaxvlm.data.pairs.column import Column, Draw
 from jaxvlm.data.pairs.corpus import PairCorpus, make_corpus
@@ -57,22 +60,9 @@ class PairDataset:
         truncated: number of texts that were truncated, by column.
     """
 
-    def __init__(
-        self,
-        name: str,
-        examples: Sequence[Example],
-        problems: Sequence[Problem],
-        config: DataConfig,
-        collator: Collator,
-        document_collator: Collator | None = None,
-        seed: int = 0,
-    ):
-        """Tokenize all items; see :meth:`from_config`."""
-        _validate(config)
+    def __init__(self, name: str, corpus: PairCorpus, config: DataConfig, seed: int = 0):
         self.name, self.config, self.seed = name, config, seed
-        both = (collator, document_collator or collator)
-        corpus = make_corpus(name, examples, problems, config, both)
-        self.corpus: PairCorpus = corpus
+        self.corpus = corpus
         self.examples, self.problems = corpus.examples, corpus.problems
         self.truncated = corpus.truncated
         self.total = len(corpus.examples) + len(corpus.problems)
@@ -91,9 +81,9 @@ class PairDataset:
         spec: str = "",
         read: tuple[list[Example], list[Problem]] | None = None,
     ) -> PairDataset:
-        """Read, validate and tokenize a data file.
+        """Read, validate and tokenize a data file, or open a packed set.
 
-        The header of every image is read; no image is decoded.
+        The header of every image of a file is read; no image is decoded.
 
         Args:
             config: data settings, with those of pairs in ``config.pairs``.
@@ -102,7 +92,7 @@ class PairDataset:
                 :class:`jaxvlm.data.pairs.collate_prompt_items.PromptCollator`.
             document_collator: collator of documents, if it differs from that of queries.
             seed: seed of the run.
-            spec: file or pattern of files to read; "" is ``config.train``.
+            spec: file or pattern of files to read, or a packed set; "" is ``config.train``.
             read: result of :func:`jaxvlm.data.sources.pair_formats.read` for ``spec``, if it was
                 read before.
 
@@ -110,9 +100,20 @@ class PairDataset:
             DataError: the file, or too many of its records, can't be used.
             ConfigError: a setting is changed that is not read for pairs.
         """
-        name = spec or config.train
-        examples, problems = read or pair_formats.read(name, config)
-        return cls(name, examples, problems, config, collator, document_collator, seed)
+        _validate(config)
+        name, both = spec or config.train, (collator, document_collator or collator)
+        if read is None and is_packed(name, config):
+            corpus = packed_pairs.open_set(name, config, both)
+        else:
+            examples, problems = read or pair_formats.read(name, config)
+            corpus = make_corpus(name, examples, problems, config, both)
+        return cls(name, corpus, config, seed)
+
+    @property
+    def num_documents(self) -> int:
+        """K: documents of an example in a batch, its positive included."""
+        most, limit = self.corpus.most_documents, self.config.pairs.max_negatives
+        return most if limit < 0 else min(most, 1 + limit)
 
     @property
     def modalities(self) -> set[str]:
@@ -139,6 +140,7 @@ class PairDataset:
                 pairs.task_alpha,
                 pairs.batch_sampler == "random",
                 () if mixed else corpus.tasks,
+                corpus.group,
             )
         return self._sampler
 
@@ -316,12 +318,13 @@ class PairDataset:
 
     def sample_digest(self) -> str:
         """Hash of some images' bytes, by which processes find that they read different files."""
-        paths = (*self.queries.encoded.paths, *self.documents.encoded.paths)
-        return image_files.sample_digest(paths)
+        return image_files.sample_digest(
+            Concatenated(self.queries.encoded.paths, self.documents.encoded.paths)
+        )
 
     def _with_negatives(self, chosen: np.ndarray, pass_: int) -> tuple[np.ndarray, np.ndarray]:
         """Choose the documents i32[B, K] of examples, -1 is padding, and their scores f32[B, K]."""
-        corpus, most = self.corpus, self.corpus.num_documents - 1
+        corpus, most = self.corpus, self.num_documents - 1
         document = np.full((len(chosen), most + 1), -1, np.int32)
         score = np.zeros(document.shape, np.float32)
         for row, example in enumerate(chosen.tolist()):

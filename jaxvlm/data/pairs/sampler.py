@@ -41,6 +41,7 @@ class Sampler:
         tasks: task of each example, i[N]; all 0 mixes all tasks.
         names: descriptions of contents, for error messages.
         task_names: names of tasks, for error messages; () if all are mixed.
+        groups: result of :func:`groups_of`; ``None``: not known yet.
         batch_size: B, examples in a batch.
         seed: seed of the run.
         alpha: a task's share of the batches is proportional to its number of examples to this
@@ -65,6 +66,7 @@ class Sampler:
         alpha: float = 1.0,
         duplicates: bool = False,
         task_names: Sequence[str] = (),
+        groups: np.ndarray | None = None,
     ):
         self.batch_size, self.seed, self._lock = batch_size, seed, threading.Lock()
         self._contents, self._duplicates = contents, duplicates
@@ -72,7 +74,10 @@ class Sampler:
         labels = [f" of task {name!r}" for name in task_names] or [""]
         for members, of_task in zip(self._members, labels, strict=True):
             _check(contents[members], names, batch_size, duplicates, of_task)
-        self._groups = [_groups(contents[members], batch_size) for members in self._members]
+        groups = groups_of(contents, tasks) if groups is None else groups
+        self._groups = [
+            _split(groups[members], contents[members], batch_size) for members in self._members
+        ]
         lengths = np.asarray([_batches(len(m), batch_size) for m in self._members])
         self.steps_per_epoch = int(lengths.sum())
         share = np.asarray([float(len(m)) for m in self._members]) ** alpha
@@ -171,13 +176,25 @@ def _per_example(contents: np.ndarray) -> np.ndarray:
     return ordered[new]
 
 
-def _groups(contents: np.ndarray, batch_size: int) -> np.ndarray:
-    """i64[N]: group number of each example; examples that share a content, directly or through
-    others, are in one group.
+def groups_of(contents: np.ndarray, tasks: np.ndarray) -> np.ndarray:
+    """Group examples that share a content, directly or through others of their task.
 
-    If a group has more examples than there are batches, it is split by positive.
+    Args:
+        contents: i[N, n], see :class:`Sampler`.
+        tasks: i[N], see there.
+
+    Returns:
+        i64[N], equal for the examples of a group of one task.
     """
-    parent = list(range(int(contents.max()) + 1))
+    found = np.zeros(len(contents), np.int64)
+    for task in range(int(tasks.max(initial=-1)) + 1):
+        members = np.flatnonzero(tasks == task)
+        found[members] = _connected(contents[members])
+    return found
+
+
+def _connected(contents: np.ndarray) -> list[int]:
+    parent = list(range(int(contents.max(initial=-1)) + 1))
 
     def root(i: int) -> int:
         while parent[i] != i:
@@ -187,7 +204,14 @@ def _groups(contents: np.ndarray, batch_size: int) -> np.ndarray:
     for first, *rest in contents.tolist():
         for other in rest:
             parent[root(other)] = root(first)
-    group = np.asarray([root(i) for i in contents[:, 0].tolist()])
+    return [root(i) for i in contents[:, 0].tolist()]
+
+
+def _split(group: np.ndarray, contents: np.ndarray, batch_size: int) -> np.ndarray:
+    """i64[N]: group number of each example, from 0.
+
+    If a group has more examples than there are batches, it is split by positive.
+    """
     _, group, size = np.unique(group, return_inverse=True, return_counts=True)
     large = size[group] > _batches(len(contents), batch_size)
     group = np.where(large, contents[:, -1] + len(size), group)

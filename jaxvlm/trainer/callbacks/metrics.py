@@ -226,8 +226,7 @@ def log_unknown(run: Run, log: Callable[[str], None]) -> None:
     if run.tokenizer is None:
         return
     if isinstance(data, PairDataset):
-        unknown = run.tokenizer.unk_id
-        lost = sum(int(np.sum(x.encoded.tokens == unknown)) for x in (data.queries, data.documents))
+        lost = sum(column.measured.unknown for column in (data.queries, data.documents))
     else:
         lost = data.facts.unknown
     if lost:

@@ -19,9 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxvlm.config import ConfigError, DataConfig, json_text
-from jaxvlm.data.conversations.content import is_remote
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.sources import downloads
+from jaxvlm.data.sources import downloads, remote_files
 from jaxvlm.data.sources.member_names import local_path
 from jaxvlm.data.sources.partial_files import is_alive, remove_left_over
 from jaxvlm.data.sources.tables import PACKED
@@ -31,6 +30,31 @@ from jaxvlm.stores.store_requests import READ_KINDS, concurrently, each
 
 FORMAT = 1
 """Of the folder; raised where an older jaxvlm could not read it."""
+CONVERSATIONS = "conversations"
+"""The kind of a set that names none."""
+PACKED_TOKENIZER = "tokenizer"
+"""Folder in that of a packed set."""
+
+
+def is_packed(spec: str, config: DataConfig) -> bool:
+    """Whether a data file's name is the folder, or the URL, of a packed set.
+
+    With a format of the user's own, a URL is whatever that format takes.
+    """
+    if is_remote(spec):
+        return not config.format.target and not remote_files.is_files(spec)
+    return bool(spec) and (local_path(spec) / PACKED).is_file()
+
+
+def packed_data(config: DataConfig) -> list[str]:
+    """The packed sets among the training data: folders and URLs."""
+    specs = [config.train, *(source.train for source in config.mixture.values())]
+    return [spec for spec in specs if is_packed(spec, config)]
+
+
+def is_remote(spec: str) -> bool:
+    """Whether the name of data is a URL of something that is not on this machine."""
+    return "://" in spec and not spec.startswith("file://")
 
 
 class PackedFiles(NamedTuple):
@@ -72,6 +96,24 @@ def opened(spec: str, config: DataConfig) -> PackedFiles:
                 "again"
             )
     return PackedFiles(folder, index, str(folder))
+
+
+def check_kind(spec: str, index: Mapping[str, Any], kind: str) -> None:
+    """Refuse a set of conversations where pairs are read, or the other way round.
+
+    Args:
+        spec: its folder or URL.
+        index: what ``packed.json`` says.
+        kind: conversations | pairs.
+
+    Raises:
+        DataError: it is of the other kind.
+    """
+    if (found := index.get("kind", CONVERSATIONS)) != kind:
+        raise DataError(
+            f"{spec} was packed from {found}, and this run trains on {kind}: config.loss.name says "
+            "which a run trains on"
+        )
 
 
 def refuse_existing(output: str) -> None:
@@ -179,6 +221,27 @@ def _to_disk(path: pathlib.Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def seal(folder: pathlib.Path, index: dict[str, Any]) -> dict[str, Any]:
+    """Write ``packed.json``, the last file of a set.
+
+    Args:
+        folder: holds all others.
+        index: what it says besides the format, and size and digest of every file.
+
+    Returns:
+        What it says.
+    """
+    files = {
+        str(path.relative_to(folder)): [path.stat().st_size, downloads.digest_of_file(path)]
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    index = {"format": FORMAT, **index, "files": files}
+    text = json.dumps({"digest": digest_of(index), "index": index}, indent=1)
+    (folder / PACKED).write_text(text)
+    return index
 
 
 def read_index(spec: str) -> dict[str, Any]:

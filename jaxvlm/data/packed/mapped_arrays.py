@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,38 @@ class Strings(_Parts):
         return text and self._prefix + text
 
 
+class Chosen(Sequence[Any]):
+    """Some items of a sequence.
+
+    Args:
+        items: all items.
+        which: indices of those.
+    """
+
+    def __init__(self, items: Sequence[Any], which: np.ndarray):
+        self._items, self._which = items, which
+
+    def __len__(self) -> int:
+        return len(self._which)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._items[int(self._which[index])]
+
+
+class Concatenated(Sequence[Any]):
+    """Items of one sequence, then those of another."""
+
+    def __init__(self, first: Sequence[Any], second: Sequence[Any]):
+        self._first, self._second = first, second
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    def __getitem__(self, index: Any) -> Any:
+        own = len(self._first)
+        return self._first[index] if index < own else self._second[index - own]
+
+
 class Named(Sequence[Any]):
     """Records that have an id and nothing else."""
 
@@ -58,6 +91,40 @@ class Named(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         return Record(self._ids[index], (), ())
+
+
+class ArrayFiles:
+    """Arrays of a folder, mapped into memory.
+
+    Args:
+        folder: where they are, as ``.npy``.
+        prefix: of their names.
+    """
+
+    def __init__(self, folder: pathlib.Path, prefix: str = ""):
+        self._folder, self._prefix = folder, prefix
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        path = self._folder / f"{self._prefix}{name}.npy"
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+
+    def strings(self, name: str, *, prefix: str = "") -> Strings:
+        """The strings that :func:`flat` made arrays of, each but empty ones behind a ``prefix``."""
+        return Strings(self[f"{name}_start"], self[name], prefix=prefix)
+
+    def groups(self, name: str) -> Groups:
+        """The tuples of numbers that :func:`flat` made arrays of."""
+        return Groups(self[f"{name}_start"], self[name])
+
+    def spans(self) -> Spans:
+        """The token spans that :meth:`Spans.arrays` made arrays of."""
+        return Spans(self.__getitem__)
+
+
+def save(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], prefix: str = "") -> None:
+    """Write arrays for :class:`ArrayFiles`."""
+    for name, array in arrays.items():
+        np.save(folder / f"{prefix}{name}.npy", array, allow_pickle=False)
 
 
 def flat(name: str, items: Sequence[Sequence[int]] | Sequence[str]) -> dict[str, np.ndarray]:

@@ -1,0 +1,276 @@
+"""Packed sets of pairs: batches as from files, any split and step; damage and other settings."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+
+import jax
+import jaxtyping
+import numpy as np
+import pytest
+from pair_data import assert_equal, dataset, squares, take, text_collator, text_tokenizer, texts
+
+from jaxvlm.data.errors import DataError, Problem
+from jaxvlm.data.images import image_files
+from jaxvlm.data.images.patches import Patching
+from jaxvlm.data.packed import packed_files
+from jaxvlm.data.pairs.collate_prompt_items import PromptCollator
+from jaxvlm.data.pairs.collate_texts import TextCollator
+from jaxvlm.data.pairs.examples import Example, Item
+from jaxvlm.types import Span
+from tests.data.stored_sets import SIZES, of_files, opened, opened_pairs, packed, packed_pairs_of
+
+ROWS = np.arange(8)
+CASES = {
+    "text": {},
+    "prompt": {"kind": "prompt"},
+    "tasks": {"tasks": "homogeneous", "task_alpha": 0.5, "max_negatives": 1},
+    "random": {"batch_sampler": "random", "flip": True, "max_shift": 2},
+    "cut": {"max_query_length": 4, "max_document_length": 5, "query_instruction": "query: "},
+    "any size": {"kind": "any size"},
+    "prompt, cut": {"kind": "prompt", "max_query_length": 24, "buckets": 3},
+}
+
+
+@pytest.fixture
+def rows(prompt_collator):
+    """As of a dual encoder, of a VLM, and of one that reads images of any size."""
+    tokenizer, patching = prompt_collator.tokenizer, Patching(4, 2, 2, "cthw")
+
+    def span(width, height):
+        return Span.of(tokenizer.image_id, (width // 8) * (height // 8))
+
+    as_it_is = image_files.Preparation(lambda image: np.asarray(image), "as it is")
+    images = image_files.ImageFormat(as_it_is, 0, span, False, patching)
+    any_size = PromptCollator(tokenizer, images)
+    return {"text": text_collator(), "prompt": prompt_collator, "any size": any_size}
+
+
+def copied(examples, folder):
+    """The examples, of images that a test may remove."""
+
+    def item(own):
+        return own._replace(image=str(shutil.copy(own.image, folder)) if own.image else "")
+
+    folder.mkdir()
+    return [
+        x._replace(
+            query=item(x.query), positive=item(x.positive), negatives=tuple(map(item, x.negatives))
+        )
+        for x in examples
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batches_are_those_of_the_files(case, examples, rows, tmp_path):
+    """From one process and several, from any step, when the images' files are gone."""
+    more = dict(CASES[case])
+    collator = rows[more.pop("kind", "text")]
+    data = dataset(copied(examples, tmp_path / "images"), collator, **more)
+    folder = packed_pairs_of(data, tmp_path / "set")
+    whole, keys = take(data.train(ROWS), 16), data.keys(9)
+    told = [data.corpus.contents[i] for i in range(len(data.corpus.contents))]
+    shutil.rmtree(tmp_path / "images")
+    moved = str(shutil.copytree(folder, tmp_path / "elsewhere" / "moved"))
+    again = opened_pairs(moved, data)
+    assert again.fingerprint() == data.fingerprint()
+    assert len(list(pathlib.Path(folder).glob("images-*.tar"))) > 1
+    for name in ("sequence_shapes", "steps_per_epoch", "position_rows", "modalities", "truncated"):
+        assert getattr(again, name) == getattr(data, name)
+    assert_equal(again.keys(9), keys)
+    for ours, theirs in zip(take(again.train(ROWS), 16), whole, strict=True):
+        assert_equal(ours, theirs)
+    for local in ([0, 1, 2, 3], [4, 5, 6, 7], [6], [7, 2]):
+        fresh = opened_pairs(moved, data, workers=2, image_cache_mb=0)
+        for step, (part, meta) in enumerate(take(fresh.train(np.asarray(local), 5), 3), 5):
+            want, of = whole[step]
+            assert_equal(part, jax.tree.map(lambda x, local=local: x[local], want))
+            np.testing.assert_array_equal(meta.example, of.example[local])
+    for i in {0, 7, len(told) - 1}:
+        assert _without_folder(again.corpus.contents[i]) == _without_folder(told[i])
+    for ours, theirs in zip(again.examples, data.examples, strict=True):
+        items = [(e.query, e.positive, *e.negatives) for e in (ours, theirs)]
+        for one, other in zip(*items, strict=True):
+            assert (one.text, one.instruction) == (other.text, other.instruction)
+            assert bool(one.image) == bool(other.image)
+        assert (ours.id, ours.label, ours.task) == (theirs.id, theirs.label, theirs.task)
+
+
+def _without_folder(text):
+    return text.partition("/")[0]
+
+
+def test_the_batch_size_the_seed_and_the_sampler_can_be_changed(examples, tmp_path):
+    data = dataset(examples, text_collator())
+    folder = packed_pairs_of(data, tmp_path / "set")
+    for more in (
+        {"batch_size": 5}, {"batch_size": 25, "seed": 3}, {"max_negatives": 0}, {"buckets": 1},
+        {"batch_sampler": "random", "max_negatives": 2}, {"flip": True, "workers": 3},
+    ):  # fmt: skip
+        files = dataset(examples, text_collator(), **more)
+        seed = {"seed": more["seed"]} if "seed" in more else {}
+        again = opened_pairs(folder, data, **{k: v for k, v in more.items() if k != "seed"}, **seed)
+        assert again.fingerprint() == files.fingerprint()
+        rows = np.arange(files.config.batch_size)
+        for ours, theirs in zip(
+            take(again.train(rows, 3), 9), take(files.train(rows, 3), 9), strict=True
+        ):
+            assert_equal(ours, theirs)
+
+
+def test_scores_labels_and_records_that_are_left_out(tmp_path):
+    """Scores are float32 as in batches; what was left out counts in ``max_skip_fraction``."""
+    made = [
+        Example(f"e{i}", Item(f"w{i}"), Item(f"w{i + 20}"), (Item(f"w{i + 30} w2"),), f"g{i % 3}",
+                (1.0 + i / 7, 0.1 * i))
+        for i in range(16)
+    ]  # fmt: skip
+    data = dataset(made, text_collator(), [Problem("bad", "no text", "")], max_skip_fraction=0.1)
+    folder = packed_pairs_of(data, tmp_path / "set")
+    again = opened_pairs(folder, data)
+    assert again.fingerprint() == data.fingerprint()
+    for ours, theirs in zip(take(again.train(ROWS), 4), take(data.train(ROWS), 4), strict=True):
+        assert ours[0].teacher is not None and ours[0].group is not None
+        assert_equal(ours, theirs)
+    assert again.examples[4].label == "g1"
+    np.testing.assert_allclose(again.examples[4].scores, made[4].scores, rtol=1e-6)
+    assert again.problems == data.problems and again.total == 17
+    for x, y in zip(again.scored(), data.scored(), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert again.relevance() == data.relevance()
+    with pytest.raises(DataError, match="1 of 17"):
+        opened_pairs(folder, data, max_skip_fraction=0.01)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_texts_alone_and_images_alone(tokens, examples, tmp_path):
+    if tokens:
+        data = dataset(texts(), TextCollator(text_tokenizer()))
+    else:
+        with_images = [e.query.image for e in examples if e.query.image]
+        made = [
+            Example(f"{i}", Item.of("", path), Item.of("", with_images[i - 1]))
+            for i, path in enumerate(with_images)
+        ]
+        data = dataset(made, TextCollator(None, squares()), batch_sampler="random")
+    again = opened_pairs(packed_pairs_of(data, tmp_path / "set"), data)
+    assert (pathlib.Path(tmp_path / "set" / "tokenizer").exists()) == tokens
+    assert again.fingerprint() == data.fingerprint()
+    for ours, theirs in zip(take(again.train(ROWS), 5), take(data.train(ROWS), 5), strict=True):
+        assert_equal(ours, theirs)
+
+
+CHANGED = {
+    "data.max_length": {"max_length": 31},
+    "data.max_pixels": {"max_pixels": 10**6},
+    "data.on_bad_record": {"on_bad_record": "refuse"},
+    "data.pairs.max_query_length": {"max_query_length": 9},
+    "data.pairs.max_document_length": {"max_document_length": 9},
+    "data.pairs.query_instruction": {"query_instruction": "find "},
+    "data.pairs.document_instruction": {"document_instruction": "find "},
+    "data.pairs.require_negatives": {"require_negatives": True},
+    "data.pairs.tasks": {"tasks": "homogeneous"},
+}
+
+
+def test_other_settings_are_refused_by_name(examples, prompt_collator, tmp_path):
+    data = dataset(examples, text_collator())
+    folder = packed_pairs_of(data, tmp_path / "set")
+    for name, more in CHANGED.items():
+        with pytest.raises(DataError, match=rf"packed for other settings: {re.escape(name)} "):
+            opened_pairs(folder, data, **more)
+    with pytest.raises(DataError, match=r"data.image_root is not read"):
+        opened_pairs(folder, data, image_root=str(tmp_path))
+    other = dataset(examples, text_collator(max_length=23))
+    with pytest.raises(DataError, match=r"(?s)query lengths \[0, 24\] -> \[0, 23\].*tokenizer"):
+        opened_pairs(folder, other)
+    with pytest.raises(DataError, match="query rows 'text' -> 'prompt"):
+        opened_pairs(folder, dataset(examples, prompt_collator))
+
+
+def test_a_set_of_the_other_kind_is_refused(examples, album, word_tokenizer, tmp_path):
+    data = dataset(examples, text_collator())
+    pairs = packed_pairs_of(data, tmp_path / "pairs")
+    conversations = packed(of_files(album(), word_tokenizer, SIZES), tmp_path / "talks")
+    with pytest.raises(DataError, match="packed from pairs, and this run trains on conversations"):
+        opened(pairs, word_tokenizer, SIZES)
+    with pytest.raises(DataError, match="packed from conversations, and this run trains on pairs"):
+        opened_pairs(conversations, data)
+
+
+@pytest.mark.parametrize("kind", ["text", pytest.param("any size", marks=pytest.mark.long)])
+def test_nothing_damaged_is_trained_on(kind, examples, rows, tmp_path):
+    """A changed number in any array ends the run, or changes no batch."""
+    made = [e._replace(label=f"g{i % 9}") for i, e in enumerate(examples[:24])]
+    data = dataset(made, rows[kind], max_skip_fraction=0.0)
+    folder = pathlib.Path(packed_pairs_of(data, tmp_path / "set"))
+    whole = take(data.train(ROWS), 2 * data.steps_per_epoch)
+    named, every = set(), set()
+    for path in sorted(folder.glob("*.npy")):
+        every.add(path.stem)
+        kept, size = path.read_bytes(), len(np.load(path))
+        for place in {0, size // 2, size - 1} if size else ():
+            array = np.load(path, mmap_mode="r+")
+            array[place] += 1
+            array.flush()
+            try:
+                again = opened_pairs(str(folder), data)
+                for ours, theirs in zip(take(again.train(ROWS), len(whole)), whole, strict=True):
+                    assert_equal(ours, theirs)
+            except DataError as error:
+                assert re.search("not as it was packed|tokens there, and in this", str(error))
+                named.add(path.stem)
+            except jaxtyping.TypeCheckError:  # tests' own look at a span, which is damaged
+                named.add(path.stem)
+            del array  # what threads still have mapped stays as it was
+            (tmp_path / "kept").write_bytes(kept)
+            os.replace(tmp_path / "kept", path)
+    # Texts and ids are for messages, and spans of images for models that have tokens of them.
+    messages = {"id", "id_start", "label_name", "label_name_start"}
+    for side in ("query", "document"):
+        messages |= {f"{side}_{name}" for name in ("text", "text_start", "instruction_text_start")}
+        messages |= {
+            f"{side}_span_{name}"
+            for name in ("lead", "lead_start", "weight", "weight_end", "feature", "feature_end",
+                         "per_tile")
+        }  # fmt: skip
+    assert every - named <= messages | {x for x in every if kind == "text" and "_span_" in x} | {
+        f"{side}_instruction_text" for side in ("query", "document")
+    }
+
+
+def test_a_damaged_image_is_skipped_and_named(examples, tmp_path):
+    data = dataset(examples, text_collator())
+    folder = pathlib.Path(packed_pairs_of(data, tmp_path / "set", 10**6))
+    (shard,) = folder.glob("*.tar")
+    whole = bytearray(shard.read_bytes())
+    whole[whole.index(b"IDAT") + 6] ^= 1
+    shard.write_bytes(whole)
+    again = opened_pairs(str(folder), data)
+    take(again.train(ROWS), again.steps_per_epoch)
+    (reason,) = {problem.reason for problem in again.skipped}
+    assert reason == "can't be read: its bytes are not those that were packed"
+    assert {problem.id for problem in again.skipped} <= {e.id for e in data.examples}
+    assert dict(packed_files.damaged(str(folder))).keys() == {"images-00000.tar"}
+
+
+def test_images_that_changed_while_they_were_packed(examples, tmp_path, monkeypatch):
+    data = dataset(copied(examples, tmp_path / "images"), text_collator())
+    path = pathlib.Path(data.queries.encoded.paths[0])
+    path.write_bytes(path.read_bytes() + b"?")
+    with pytest.raises(DataError, match="changed while they were packed"):
+        packed_pairs_of(data, tmp_path / "set")
+    path.unlink()
+    with pytest.raises(DataError, match=r"missing file; it could be read before"):
+        packed_pairs_of(data, tmp_path / "set")
+    assert not (tmp_path / "set").exists()
+
+
+def test_the_same_data_are_the_same_bytes(examples, tmp_path):
+    found = []
+    for name in ("a", "b"):
+        folder = packed_pairs_of(dataset(examples, text_collator()), tmp_path / name)
+        found.append(json.loads((pathlib.Path(folder) / "packed.json").read_text())["digest"])
+    assert found[0] == found[1]
