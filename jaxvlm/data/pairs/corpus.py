@@ -70,17 +70,17 @@ class PairCorpus(NamedTuple):
 
     @property
     def query_content(self) -> np.ndarray:
-        """i64[N]: content of each example's query."""
-        return self.key("query", self.query).astype(np.int64)
+        """i32[N]: content of each example's query."""
+        return self.key("query", self.query)
 
     @property
     def positive_content(self) -> np.ndarray:
-        """i64[N]: content of each example's positive."""
-        return self.key("document", self.positive).astype(np.int64)
+        """i32[N]: content of each example's positive."""
+        return self.key("document", self.positive)
 
     def key(self, side: str, items: np.ndarray) -> np.ndarray:
         """Contents of items, i32 in the shape of ``items``; -1 for an item of -1."""
-        return np.append(self.content[side], -1).astype(np.int32)[items]
+        return np.where(items >= 0, self.content[side][items], -1).astype(np.int32)
 
     def documents_of(self, example: int) -> tuple[np.ndarray, np.ndarray]:
         """Documents of an example, and their scores."""

@@ -93,16 +93,9 @@ def write(
         raise DataError("images changed while they were packed; pack the data again")
     mixed = config.pairs.tasks == "mixed"
     contents = np.stack([corpus.query_content, corpus.positive_content], axis=1)
-    labels = {e.label: None for e in corpus.examples if e.label}  # numbered in this order
-    arrays = {
-        **{name: getattr(corpus, name) for name in _OF_EXAMPLE if name != "group"},
-        "group": sampler.groups_of(contents, np.zeros_like(corpus.task) if mixed else corpus.task),
-        **flat("id", [example.id for example in corpus.examples]),
-        **flat("path", names),
-    }
-    if corpus.label is not None:
-        arrays |= {"label": corpus.label} | flat("label_name", list(labels))
-    mapped_arrays.save(folder, arrays)
+    tasks = np.zeros_like(corpus.task) if mixed else corpus.task
+    group = sampler.groups_of(contents, tasks)
+    mapped_arrays.save(folder, _of_examples(corpus, group) | flat("path", names))
     probes = {}
     for side, column in columns.items():
         where = np.asarray([number[path] for path in column.encoded.paths], np.int64)
@@ -140,6 +133,19 @@ def write(
             "tokens": sum(int(column.encoded.length.sum()) for column in columns.values()),
         },
     )
+
+
+def _of_examples(corpus: PairCorpus, group: np.ndarray) -> dict[str, np.ndarray]:
+    """Arrays of the examples, by name."""
+    arrays = {
+        **{name: getattr(corpus, name) for name in _OF_EXAMPLE if name != "group"},
+        "group": group,
+        **flat("id", [example.id for example in corpus.examples]),
+    }
+    if corpus.label is not None:
+        labels = {e.label: None for e in corpus.examples if e.label}  # numbered in this order
+        arrays |= {"label": corpus.label} | flat("label_name", list(labels))
+    return arrays
 
 
 def _of_column(

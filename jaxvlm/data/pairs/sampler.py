@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int, Int32, Int64
 
 from jaxvlm.data.errors import DataError, TooFewRecords
 
@@ -37,7 +37,7 @@ class Sampler:
 
     Args:
         contents: for each example, the contents that no other example of its batch may have: its
-            query and its positive, i[N, n].
+            query and its positive, i[N, n], from 0.
         tasks: task of each example, i[N]; all 0 mixes all tasks.
         names: descriptions of contents, for error messages.
         task_names: names of tasks, for error messages; () if all are mixed.
@@ -58,7 +58,7 @@ class Sampler:
 
     def __init__(
         self,
-        contents: Int64[np.ndarray, "N n"],
+        contents: Int[np.ndarray, "N n"],
         tasks: Int64[np.ndarray, " N"],
         names: Sequence[str],
         batch_size: int,
@@ -156,14 +156,14 @@ def _check(
         raise TooFewRecords(found, count, f"lower it to {count}{mixed}")
     if duplicates:
         return
-    content, times = np.unique(_per_example(contents), return_counts=True)
+    times = np.bincount(_per_example(contents))
     most = int(np.argmax(times))
     often, batches = int(times[most]), _batches(count, batch_size)
     if often > batches:
         enough = -(-count // (often - 1)) - 1
         lower = f"lower data.batch_size to {enough}, or " if enough > 1 else ""
         raise DataError(
-            f"data: {names[content[most]]!r} is a query or positive of {often} of the {count} "
+            f"data: {names[most]!r} is a query or positive of {often} of the {count} "
             f"examples{of_task}, but an epoch has {batches} batches, which may each hold it once; "
             f"{lower}set data.pairs.batch_sampler=random"
         )
@@ -212,16 +212,29 @@ def _split(group: np.ndarray, contents: np.ndarray, batch_size: int) -> np.ndarr
 
     If a group has more examples than there are batches, it is split by positive.
     """
-    _, group, size = np.unique(group, return_inverse=True, return_counts=True)
+    group, size = _numbered(group)
     large = size[group] > _batches(len(contents), batch_size)
-    group = np.where(large, contents[:, -1] + len(size), group)
-    return np.unique(group, return_inverse=True)[1]
+    if not large.any():
+        return group
+    return _numbered(np.where(large, contents[:, -1] + len(size), group))[0]
+
+
+def _numbered(group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Number groups from 0, in their order; and the size of each."""
+    size = np.bincount(group)
+    is_one = size > 0
+    return (np.cumsum(is_one) - 1)[group], size[is_one]
 
 
 def _fill(order: np.ndarray, group: np.ndarray, missing: int, batches: int) -> np.ndarray:
     """Choose the examples that occur twice, so that batches are full: of small groups first."""
+    if not missing:
+        return order[:0]
     size = np.bincount(group)[group[order]]
     roomy = order[size < batches]
+    few = 2 * missing  # looking at all takes seconds, and most groups are of one example
+    if len(first := np.unique(group[roomy[:few]], return_index=True)[1]) >= missing:
+        return roomy[np.sort(first)[:missing]]
     first = np.unique(group[roomy], return_index=True)[1]  # one of each group
     every = [roomy[np.sort(first)], np.setdiff1d(roomy, roomy[first]), order]
     return np.concatenate(every)[:missing]
@@ -246,6 +259,9 @@ def _repair(rows: np.ndarray, shared: np.ndarray, rng: np.random.Generator) -> b
 
 def _clashing(contents: np.ndarray) -> list[list[int]]:
     """List [batch, place] of the examples that share a content with another one of their batch."""
+    ordered = np.sort(contents.reshape(len(contents), -1), axis=1)
+    batches = np.flatnonzero((np.diff(ordered, axis=1) == 0).any(axis=1))  # few, if any
+    contents = contents[batches]
     count, size, n = contents.shape
     example = np.repeat(np.arange(count * size), n)
     content = contents.reshape(-1)
@@ -253,7 +269,7 @@ def _clashing(contents: np.ndarray) -> list[list[int]]:
     batch, content, example = (x[order] for x in (example // size, content, example))
     same = (np.diff(batch) == 0) & (np.diff(content) == 0) & (np.diff(example) != 0)
     clashing = np.unique(np.concatenate([example[:-1][same], example[1:][same]]))
-    return np.stack([clashing // size, clashing % size], axis=1).tolist()
+    return np.stack([batches[clashing // size], clashing % size], axis=1).tolist()
 
 
 def _clashes(batch: np.ndarray, at: int, content: np.ndarray) -> bool:
