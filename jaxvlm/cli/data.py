@@ -173,8 +173,8 @@ def _mixture(values: flags.FlagValues) -> dict[str, Any]:
 def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
     """Pack the training data of a recipe, or a file as if the recipe named it."""
     from jaxvlm.config import ConfigError, from_config_dict
+    from jaxvlm.data.conversations.content import is_packed, is_remote
     from jaxvlm.data.packed import packed_files
-    from jaxvlm.data.packed.packed_files import is_packed, is_remote
     from jaxvlm.losses.registry import trains_embeddings
     from jaxvlm.stores.object_store import check_scheme
     from jaxvlm.trainer import checks, inputs
@@ -283,8 +283,8 @@ def _rest(report: dict[str, Any]) -> str:
 def _verify(folder: str) -> dict[str, Any]:
     """Read all of a packed set, and exit 1 if a file is not as it was packed."""
     from jaxvlm.config import ConfigError, DataConfig
+    from jaxvlm.data.conversations.content import is_packed
     from jaxvlm.data.packed import packed_files
-    from jaxvlm.data.packed.packed_files import is_packed
 
     if not is_packed(folder, DataConfig()):
         what = "is no packed set" if os.path.exists(folder) else "does not exist"

@@ -14,8 +14,8 @@ from absl import flags
 from jaxvlm.config import Config, ConfigError, DataConfig, from_config_dict
 from jaxvlm.data import fetch
 from jaxvlm.data.conversations import mixture_records
+from jaxvlm.data.conversations.content import is_packed
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.packed.packed_files import is_packed
 from jaxvlm.data.sources import conversation_formats, fetched, pair_formats
 from jaxvlm.losses.registry import trains_embeddings
 

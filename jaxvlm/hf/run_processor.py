@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 
 from jaxvlm.checkpoint import run_folder, run_record
 from jaxvlm.config import Config, ConfigError, ModelConfig, TokenizerConfig
+from jaxvlm.data.conversations.content import PACKED_TOKENIZER, packed_data
 from jaxvlm.data.images import image_files
 from jaxvlm.data.packed import packed_files
-from jaxvlm.data.packed.packed_files import PACKED_TOKENIZER, packed_data
 from jaxvlm.data.tokenizer import chat_tokenizer
 from jaxvlm.hf import pretrained
 from jaxvlm.hf.families import anyres

@@ -11,8 +11,8 @@ import numpy as np
 from jaxvlm.cache import pair_batches
 from jaxvlm.config import Config, ConfigError, check_choice, refuse_changed
 from jaxvlm.data import validate
+from jaxvlm.data.conversations.content import is_packed
 from jaxvlm.data.errors import NothingUsable, Problem
-from jaxvlm.data.packed.packed_files import is_packed
 from jaxvlm.data.pairs.dataset import PairDataset, PairMeta
 from jaxvlm.data.pairs.examples import Example
 from jaxvlm.data.sources import pair_formats

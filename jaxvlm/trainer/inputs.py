@@ -15,8 +15,8 @@ from jaxvlm.cache import settings
 from jaxvlm.cache.host_cache import HostCache
 from jaxvlm.config import CacheConfig, Config, ConfigError, Extension
 from jaxvlm.data.conversations import mixture_records, tokenize
+from jaxvlm.data.conversations.content import is_packed
 from jaxvlm.data.conversations.dataset import make_dataset
-from jaxvlm.data.packed.packed_files import is_packed
 from jaxvlm.data.prefetch import TrainBatches
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import Record

@@ -15,8 +15,8 @@ import pytest
 from loopback_store import answers, cut, flipped, short, unavailable
 
 from jaxvlm.config import Config, ConfigError, DataConfig
+from jaxvlm.data.conversations.content import is_packed
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.packed.packed_files import is_packed
 from jaxvlm.data.sources import remote_files
 from jaxvlm.data.sources.conversation_formats import read
 from jaxvlm.stores import store_requests

@@ -14,9 +14,14 @@ from jaxvlm.data.errors import DataError, Part, Problem
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
+from jaxvlm.data.sources import remote_files
 from jaxvlm.data.sources.conversation_formats import Record
-from jaxvlm.data.sources.member_names import is_video
+from jaxvlm.data.sources.member_names import is_video, local_path
+from jaxvlm.data.sources.tables import PACKED
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
+
+PACKED_TOKENIZER = "tokenizer"
+"""Folder in that of a packed set."""
 
 
 class ModelInputs(NamedTuple):
@@ -142,6 +147,27 @@ def _max_patches(
     largest = max((limits.patches(corpus, (p,)) // tiles[p] for p in used), default=0)
     most = min(patching.per_token * config.max_length, config.max_images_per_sequence * largest)
     return min(most, config.max_patches_per_sequence or most)
+
+
+def is_packed(spec: str, config: DataConfig) -> bool:
+    """Whether a data file's name is the folder, or the URL, of a packed set.
+
+    With a format of the user's own, a URL is whatever that format takes.
+    """
+    if is_remote(spec):
+        return not config.format.target and not remote_files.is_files(spec)
+    return bool(spec) and (local_path(spec) / PACKED).is_file()
+
+
+def packed_data(config: DataConfig) -> list[str]:
+    """The packed sets among the training data: folders and URLs."""
+    specs = [config.train, *(source.train for source in config.mixture.values())]
+    return [spec for spec in specs if is_packed(spec, config)]
+
+
+def is_remote(spec: str) -> bool:
+    """Whether the name of data is a URL of something that is not on this machine."""
+    return "://" in spec and not spec.startswith("file://")
 
 
 def validate_settings(config: DataConfig, settings: ModelInputs) -> None:

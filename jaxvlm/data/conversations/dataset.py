@@ -16,6 +16,7 @@ from jaxvlm.data.conversations.content import (
     Content,
     ModelInputs,
     build,
+    is_packed,
     make_pieces,
     validate_settings,
 )
@@ -26,7 +27,6 @@ from jaxvlm.data.image_inputs import ImageCache, ImageInput, ImageInputs, Lookup
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
-from jaxvlm.data.packed.packed_files import is_packed
 from jaxvlm.data.page_allocation import PageAllocation, TokenShape, WrittenPages
 from jaxvlm.data.prefetch import TrainBatches, prefetch
 from jaxvlm.data.sources import conversation_formats

@@ -10,10 +10,9 @@ import numpy as np
 
 from jaxvlm.config import DataConfig, SourceConfig
 from jaxvlm.data.conversations import joined, packed_set
-from jaxvlm.data.conversations.content import Content, ModelInputs, build
+from jaxvlm.data.conversations.content import Content, ModelInputs, build, is_packed
 from jaxvlm.data.errors import MIXTURE, DataError, Problem
 from jaxvlm.data.packed.checks import OF_READING
-from jaxvlm.data.packed.packed_files import is_packed
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import Record
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer

@@ -15,14 +15,19 @@ import numpy as np
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data.conversations import packing, tokenize
-from jaxvlm.data.conversations.content import Content, Facts, ModelInputs
+from jaxvlm.data.conversations.content import (
+    PACKED_TOKENIZER,
+    Content,
+    Facts,
+    ModelInputs,
+    is_remote,
+)
 from jaxvlm.data.conversations.piece_checksums import Checksums, of_sequence
 from jaxvlm.data.conversations.tokenize import Corpus
 from jaxvlm.data.errors import DataError, Part, Problem
 from jaxvlm.data.packed import checks, image_shards, packed_files
 from jaxvlm.data.packed.checks import holds
 from jaxvlm.data.packed.mapped_arrays import ArrayFiles, Named, Spans, flat, save
-from jaxvlm.data.packed.packed_files import PACKED_TOKENIZER, is_remote
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.stores.store_requests import concurrently
 from jaxvlm.types import Span

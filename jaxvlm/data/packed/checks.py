@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from jaxvlm.config import DataConfig
+from jaxvlm.data.conversations.content import is_remote
 from jaxvlm.data.errors import DataError, ImageError
-from jaxvlm.data.packed.packed_files import is_remote
 from jaxvlm.data.sources.downloads import digest_of_file
 from jaxvlm.data.sources.member_names import shown
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer

@@ -19,8 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxvlm.config import ConfigError, DataConfig, json_text
+from jaxvlm.data.conversations.content import is_remote
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.sources import downloads, remote_files
+from jaxvlm.data.sources import downloads
 from jaxvlm.data.sources.member_names import local_path
 from jaxvlm.data.sources.partial_files import is_alive, remove_left_over
 from jaxvlm.data.sources.tables import PACKED
@@ -32,29 +33,6 @@ FORMAT = 1
 """Of the folder; raised where an older jaxvlm could not read it."""
 CONVERSATIONS = "conversations"
 """The kind of a set that names none."""
-PACKED_TOKENIZER = "tokenizer"
-"""Folder in that of a packed set."""
-
-
-def is_packed(spec: str, config: DataConfig) -> bool:
-    """Whether a data file's name is the folder, or the URL, of a packed set.
-
-    With a format of the user's own, a URL is whatever that format takes.
-    """
-    if is_remote(spec):
-        return not config.format.target and not remote_files.is_files(spec)
-    return bool(spec) and (local_path(spec) / PACKED).is_file()
-
-
-def packed_data(config: DataConfig) -> list[str]:
-    """The packed sets among the training data: folders and URLs."""
-    specs = [config.train, *(source.train for source in config.mixture.values())]
-    return [spec for spec in specs if is_packed(spec, config)]
-
-
-def is_remote(spec: str) -> bool:
-    """Whether the name of data is a URL of something that is not on this machine."""
-    return "://" in spec and not spec.startswith("file://")
 
 
 class PackedFiles(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -95,9 +96,31 @@ class Collator(Protocol):
         ...
 
 
+class TokenIds:
+    """Token ids of items, added in their order: flat, since millions of small arrays take memory.
+
+    Args:
+        count: number of items; those that none are added of have none.
+    """
+
+    def __init__(self, count: int):
+        self._flat = array.array("i")
+        self._length = np.zeros(count, np.int64)
+
+    def add(self, item: int, ids: Iterable[int]) -> None:
+        """Set the ids of an item behind all that have some."""
+        before = len(self._flat)
+        self._flat.extend(ids)
+        self._length[item] = len(self._flat) - before
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """i32[total], all ids, and i64[items], how many each item has."""
+        return np.frombuffer(self._flat, np.int32), self._length
+
+
 def encoded(
     items: Sequence[Item],
-    ids: Mapping[int, Sequence[int] | np.ndarray],
+    ids: TokenIds,
     rejected: Rejected,
     spans_by_path: Mapping[str, Span] | None,
     truncated: int,
@@ -106,7 +129,7 @@ def encoded(
 
     Args:
         items: all items.
-        ids: token ids of the items that have any.
+        ids: token ids of the items.
         rejected: items that can't be used.
         spans_by_path: token span of each image; ``None`` if the model has no image tokens.
         truncated: number of texts that were truncated.
@@ -116,15 +139,14 @@ def encoded(
         indices.setdefault(item.image, len(indices)) if item.image and i not in rejected else -1
         for i, item in enumerate(items)
     ]
-    tokens = [np.asarray(ids.get(i, ()), np.int32) for i in range(len(items))]
-    length = np.asarray([len(own) for own in tokens], np.int64)
+    tokens, length = ids.arrays()
     first = np.concatenate([[0], np.cumsum(length)]).astype(np.int64)
     spans = tuple(spans_by_path[path] for path in indices) if spans_by_path is not None else ()
     if spans:
         extra = np.asarray([len(span.ids) - 1 for span in spans] + [0], np.int64)
         length = length + extra[image]
     return Encoded(
-        np.concatenate([np.zeros(0, np.int32), *tokens]),
+        tokens,
         first,
         length.astype(np.int32),
         np.asarray(image, np.int32),
@@ -137,13 +159,16 @@ def encoded(
 def take(items: Encoded, chosen: Sequence[int]) -> Encoded:
     """Select some items, with the images that they use."""
     indices: dict[int, int] = {}
-    old = items.image[list(chosen)].tolist()
+    old = items.image[np.asarray(chosen, np.int64)].tolist()
     image = [indices.setdefault(p, len(indices)) if p >= 0 else -1 for p in old]
-    tokens = [items.ids(i) for i in chosen]
+    which = np.asarray(chosen, np.int64)
+    own = np.diff(items.first)[which]  # all tokens of each
+    first = np.concatenate([[0], np.cumsum(own)]).astype(np.int64)
+    places = np.arange(first[-1]) + np.repeat(items.first[which] - first[:-1], own)
     return items._replace(
-        tokens=np.concatenate([np.zeros(0, np.int32), *tokens]),
-        first=np.concatenate([[0], np.cumsum([len(own) for own in tokens])]).astype(np.int64),
-        length=items.length[list(chosen)],
+        tokens=items.tokens[places],
+        first=first,
+        length=items.length[which],
         image=np.asarray(image, np.int32),
         paths=tuple(items.paths[p] for p in indices),
         spans=tuple(items.spans[p] for p in indices) if items.spans else (),

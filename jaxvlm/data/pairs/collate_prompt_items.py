@@ -15,7 +15,13 @@ from jaxvlm.data.errors import ImageError
 from jaxvlm.data.image_placeholders import Lead
 from jaxvlm.data.images.image_files import ImageFormat, Preparation
 from jaxvlm.data.images.patches import Patching
-from jaxvlm.data.pairs.collate_items import TOKENIZE_BATCH, Encoded, Rejected, encoded
+from jaxvlm.data.pairs.collate_items import (
+    TOKENIZE_BATCH,
+    Encoded,
+    Rejected,
+    TokenIds,
+    encoded,
+)
 from jaxvlm.data.pairs.examples import Item
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER
 from jaxvlm.data.tokenizer.chat_template import TemplateError
@@ -73,7 +79,7 @@ class PromptCollator(NamedTuple):
     def encode(self, items: Sequence[Item], max_length: int) -> tuple[Encoded, Rejected]:
         """See :class:`Collator`. Long prompts lose the end of the text, never an image."""
         measured, rejected = self._measure_spans(items)
-        ids: dict[int, np.ndarray] = {}
+        ids = TokenIds(len(items))
         ends: dict[tuple, int] = {}
         truncated = 0
         good = [i for i in range(len(items)) if i not in rejected]
@@ -103,7 +109,7 @@ class PromptCollator(NamedTuple):
                         detail = f"{len(tokens) + extra} of {max_length} tokens without its text"
                         rejected[i] = "longer than the maximum length", detail
                 if i not in rejected:
-                    ids[i] = tokens
+                    ids.add(i, tokens.tolist())
         return encoded(items, ids, rejected, measured, truncated), rejected
 
     def collate(self, items: Encoded, which: Sequence[int], shape: PromptShape) -> Batch:

@@ -11,7 +11,13 @@ from jaxvlm.data.conversations.collate import PromptShape
 from jaxvlm.data.images.image_files import Preparation
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.images.processor import Processor
-from jaxvlm.data.pairs.collate_items import TOKENIZE_BATCH, Encoded, Rejected, encoded
+from jaxvlm.data.pairs.collate_items import (
+    TOKENIZE_BATCH,
+    Encoded,
+    Rejected,
+    TokenIds,
+    encoded,
+)
 from jaxvlm.data.pairs.examples import Item
 from jaxvlm.data.tokenizer.text_tokenizer import TextTokenizer
 from jaxvlm.types import Batch
@@ -67,7 +73,7 @@ class TextCollator(NamedTuple):
             elif item.words and self.tokenizer is None:
                 rejected[i] = "it has a text, but the model takes no texts", item.words[:60]
         with_text = [i for i, item in enumerate(items) if item.words and i not in rejected]
-        ids: dict[int, list[int]] = {}
+        ids = TokenIds(len(items))
         truncated = 0
         if self.tokenizer is not None:
             most = min(max_length, self.tokenizer.style.max_length)
@@ -75,7 +81,8 @@ class TextCollator(NamedTuple):
                 batch = with_text[begin : begin + TOKENIZE_BATCH]
                 texts = [items[i].instruction + items[i].words for i in batch]
                 encodings, longer = self.tokenizer.encode_within(texts, most)
-                ids.update(zip(batch, encodings, strict=True))
+                for i, own in zip(batch, encodings, strict=True):
+                    ids.add(i, own)
                 truncated += longer
         return encoded(items, ids, rejected, None, truncated), rejected
 

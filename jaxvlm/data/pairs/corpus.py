@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import hashlib
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -159,6 +160,8 @@ def make_corpus(
 
 def _instructed(example: Example, instructions: dict[str, str]) -> Example:
     """Add the default instructions to those of an example's items that have none."""
+    if not any(instructions.values()):
+        return example
 
     def instructed(item: Item, side: str) -> Item:
         return item if item.instruction else item._replace(instruction=instructions[side])
@@ -223,20 +226,24 @@ def _build(
     """Build the corpus of examples that can all be used."""
     used: dict[str, dict[Item, int]] = {"query": {}, "document": {}}
     contents: dict[tuple[str, str], int] = {}
+    content: dict[str, list[int]] = {"query": [], "document": []}
+    document = array.array("i")
     for example in examples:
         for side, item in _items(example):
-            used[side].setdefault(item, len(used[side]))
-            contents.setdefault(item.content, len(contents))
+            if (place := used[side].setdefault(item, len(used[side]))) == len(content[side]):
+                content[side].append(contents.setdefault(item.content, len(contents)))
+            if side == "document":
+                document.append(place)
+    del contents  # before more is made of all items
     columns, memory = {}, image_caches(collators, config)
     for side, collator in zip(used, collators, strict=True):
-        own = collate_items.take(encoded[side], [tables[side][item] for item in used[side]])
+        own = collate_items.take(encoded[side], [tables[side].pop(item) for item in used[side]])
         columns[side] = Column(side, list(used[side]), own, collator, memory[side], config.buckets)
         image_files.refuse_augmented_tiles(name, config, columns[side].images)
-    same = _same_to_the_model(name, columns, contents)
-    lists = [[used["document"][item] for _, item in _items(e)[1:]] for e in examples]
-    count = [len(documents) for documents in lists]
-    flat = itertools.chain.from_iterable
-    scores = [e.scores if scored else (0.0,) * n for e, n in zip(examples, count, strict=True)]
+    same = _same_to_the_model(name, columns, content)
+    kinds = {side: same[numbers] for side, numbers in content.items()}
+    count = np.asarray([1 + len(example.negatives) for example in examples], np.int64)
+    scores = itertools.chain.from_iterable(e.scores for e in examples if scored)
     labels = _numbers([e.label for e in examples])
     tasks = {name: i for i, name in enumerate(dict.fromkeys(e.task for e in examples))}
     corpus = PairCorpus(
@@ -244,19 +251,17 @@ def _build(
         problems=problems,
         queries=columns["query"],
         documents=columns["document"],
-        contents=[describe(content) for content in contents],
+        contents=Contents(kinds, {side: column.items for side, column in columns.items()}),
         query=np.asarray([used["query"][e.query] for e in examples], np.int32),
-        document=np.asarray(list(flat(lists)), np.int32),
+        document=np.asarray(document, np.int32),
         first=np.concatenate([[0], np.cumsum(count)]).astype(np.int64),
-        score=np.asarray(list(flat(scores)), np.float32),
+        score=np.fromiter(scores, np.float32) if scored else np.zeros(len(document), np.float32),
         has_scores=scored,
-        content={
-            side: same[[contents[item.content] for item in table]] for side, table in used.items()
-        },
+        content=kinds,
         label=labels if any(e.label for e in examples) else None,
         task=np.asarray([tasks[e.task] for e in examples], np.int64),
         tasks=list(tasks),
-        most_documents=max(count),
+        most_documents=int(count.max()),
         truncated={side: encoded[side].truncated for side in used},
         digest="",
     )
@@ -264,14 +269,14 @@ def _build(
 
 
 def _same_to_the_model(
-    name: str, columns: dict[str, Column], contents: dict[tuple[str, str], int]
+    name: str, columns: dict[str, Column], content: dict[str, list[int]]
 ) -> np.ndarray:
     """i32[contents]: one number for contents that are the same tokens and image to the model.
 
     Long texts may differ only behind what is left of them; as negatives of each other they could
     never be told apart.
     """
-    parent = list(range(len(contents)))
+    parent = list(range(1 + max(max(numbers) for numbers in content.values())))
 
     def root(i: int) -> int:
         while parent[i] != i:
@@ -279,12 +284,14 @@ def _same_to_the_model(
         return i
 
     for column in columns.values():
-        first: dict[tuple[bytes, str], int] = {}
+        first: dict[bytes, int] = {}  # by digests, which take less memory than what they are of
         merged = 0
-        for i, item in enumerate(column.items):
-            image, own = column.encoded.image[i], contents[item.content]
+        for i, own in enumerate(content[column.name]):
+            image = column.encoded.image[i]
             path = column.encoded.paths[image] if image >= 0 else ""
-            other = first.setdefault((column.encoded.ids(i).tobytes(), path), own)
+            ids = column.encoded.ids(i).tobytes()
+            told = b"%d %b" % (len(ids), ids) + path.encode("utf-8", "surrogateescape")
+            other = first.setdefault(hashlib.blake2b(told, digest_size=16).digest(), own)
             merged += root(own) != root(other)
             parent[root(own)] = root(other)
         if merged:
@@ -293,13 +300,33 @@ def _same_to_the_model(
     return np.asarray([root(i) for i in range(len(parent))], np.int32)
 
 
-def describe(content: tuple[str, str]) -> str:
-    """A content in an error message."""
-    return " ".join(filter(None, content))[:80]
+class Contents(Sequence[str]):
+    """Description of each content, for error messages: looked for among the items.
+
+    Args:
+        content: column name -> i32[items]: each item's content.
+        items: column name -> items.
+    """
+
+    def __init__(self, content: dict[str, np.ndarray], items: dict[str, Sequence[Item]]):
+        self._content, self._items = content, items
+
+    def __len__(self) -> int:
+        return 1 + max(int(own.max(initial=-1)) for own in self._content.values())
+
+    def __getitem__(self, index: Any) -> Any:
+        for side, own in self._content.items():
+            if len(found := np.flatnonzero(own == index)):
+                return " ".join(filter(None, self._items[side][int(found[0])].content))[:80]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return ""  # it is the same to the model as another one
 
 
 def _without_false_negatives(name: str, examples: list[Example]) -> list[Example]:
     """Drop hard negatives that are the query itself, or its positive in another example."""
+    if not any(example.negatives for example in examples):
+        return examples
     positives_of: dict[tuple[str, str], set[tuple[str, str]]] = collections.defaultdict(set)
     for example in matching(examples):
         positives_of[example.query.content].add(example.positive.content)
@@ -345,10 +372,10 @@ def digest_of(corpus: PairCorpus) -> str:
     out = hashlib.blake2b(digest_size=8)
     for side in (corpus.queries, corpus.documents):
         own = side.encoded
-        for array in (own.tokens, own.first, own.length, own.image):
-            out.update(array.tobytes())
+        for part in (own.tokens, own.first, own.length, own.image):
+            out.update(part.tobytes())
         out.update(repr([image_files.name_and_size(path) for path in own.paths]).encode())
     arrays = (corpus.query, corpus.document, corpus.first, corpus.score, corpus.task)
-    for array in (*arrays, *([] if corpus.label is None else [corpus.label])):
-        out.update(array.tobytes())
+    for part in (*arrays, *([] if corpus.label is None else [corpus.label])):
+        out.update(part.tobytes())
     return out.hexdigest()

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from jaxvlm.config import ConfigError, DataConfig, refuse_unread
+from jaxvlm.data.conversations.content import is_packed
 from jaxvlm.data.errors import DataError, Part, Problem, SkippedRecords
 from jaxvlm.data.image_inputs import Lookup, Tag
 from jaxvlm.data.images import image_files
 from jaxvlm.data.packed.mapped_arrays import Concatenated
-from jaxvlm.data.packed.packed_files import is_packed
 from jaxvlm.data.page_allocation import NoPages, TokenShape, windows_of
 from jaxvlm.data.pairs import packed_pairs
 from jaxvlm.data.pairs.collate_items import Collator

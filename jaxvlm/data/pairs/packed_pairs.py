@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from jaxvlm.config import DataConfig
+from jaxvlm.data.conversations.content import PACKED_TOKENIZER, is_remote
 from jaxvlm.data.errors import DataError, Problem, enforce
 from jaxvlm.data.images import image_files
 from jaxvlm.data.packed import checks, image_shards, mapped_arrays, packed_files
 from jaxvlm.data.packed.mapped_arrays import ArrayFiles, Chosen, Spans, Strings, flat
-from jaxvlm.data.packed.packed_files import PACKED_TOKENIZER, is_remote
 from jaxvlm.data.pairs import sampler
 from jaxvlm.data.pairs.collate_items import Collator, Encoded
 from jaxvlm.data.pairs.column import Column, Measured
-from jaxvlm.data.pairs.corpus import PairCorpus, describe, digest_of, image_caches
+from jaxvlm.data.pairs.corpus import Contents, PairCorpus, digest_of, image_caches
 from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.data.tokenizer.text_tokenizer import TextTokenizer
@@ -230,7 +230,7 @@ def open_set(spec: str, config: DataConfig, collators: tuple[Collator, Collator]
         problems=problems,
         queries=columns["query"],
         documents=columns["document"],
-        contents=_Contents(content, columns),
+        contents=Contents(content, {side: own.items for side, own in columns.items()}),
         has_scores=facts["has_scores"],
         content=content,
         label=None if labels is None else labels[0],
@@ -321,19 +321,3 @@ class _Examples(Sequence[Any]):
             scores=tuple(arrays["score"][own].tolist()) if self._facts["has_scores"] else (),
             task=self._facts["tasks"][int(arrays["task"][index])],
         )
-
-
-class _Contents(Sequence[str]):
-    """Descriptions of contents, each looked for among the items."""
-
-    def __init__(self, content: dict[str, np.ndarray], columns: dict[str, Column]):
-        self._content, self._columns = content, columns
-
-    def __len__(self) -> int:
-        return 1 + max(int(own.max(initial=-1)) for own in self._content.values())
-
-    def __getitem__(self, index: Any) -> str:
-        for side, own in self._content.items():
-            if len(found := np.flatnonzero(own == index)):
-                return describe(self._columns[side].items[int(found[0])].content)
-        raise IndexError(index)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxvlm.config import DataConfig, extension
@@ -73,18 +73,23 @@ def read(
         DataError: a file as a whole can't be used, a mapped column does not exist, or two records
             have the same id.
     """
+    raw: Iterable[tables.Raw | Problem]
     if extension.is_set(config.format, custom_format.PATH):
         items = custom_format.read_items(config, spec, Example)
-        raw, problems = list(tables.raw_records(items, spec, config)), list[Problem]()
+        raw = tables.raw_records(items, spec, config)
     else:
-        raw, problems = tables.read(spec, config)
+        raw = tables.each(spec, config)
     allowed = Allowed.of(
         config.ignored_fields, config.literal_markers, of_url or fetched.of_config(config)
     )
     examples: list[Example] = []
+    unread, problems = list[Problem](), list[Problem]()
     seen: collections.Counter[str] = collections.Counter()
     columns, splits = tables.Columns(spec, config), Splits(spec, config)
     for record in raw:
+        if isinstance(record, Problem):
+            unread.append(record)
+            continue
         identifier = record.where
         try:
             if isinstance(record.fields, Problem):
@@ -118,7 +123,7 @@ def read(
             f"{spec}: ids that several records share: {', '.join(twice[:3])}{more} ({len(twice)} "
             "in all); give each record its own, or none"
         )
-    return examples, problems
+    return examples, [*unread, *problems]
 
 
 def _examples(
