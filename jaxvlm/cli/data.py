@@ -284,6 +284,7 @@ def _verify(folder: str) -> dict[str, Any]:
     """Read all of a packed set, and exit 1 if a file is not as it was packed."""
     from jaxvlm.config import ConfigError, DataConfig
     from jaxvlm.data.conversations.content import is_packed
+    from jaxvlm.data.errors import Problem
     from jaxvlm.data.packed import packed_files
 
     if not is_packed(folder, DataConfig()):
@@ -292,9 +293,11 @@ def _verify(folder: str) -> dict[str, Any]:
     found = dict(packed_files.damaged(folder))
     for name, what in found.items():
         print(f"{folder}/{name}: {what}")
-    count = len(packed_files.read_index(folder)["files"])
+    index = packed_files.read_index(folder)
+    count = len(index["files"])
+    problems = _left_out([Problem(*problem) for problem in index.get("left_out", ())])
     print(f"{folder}: {count - len(found)} of {count} files are as they were packed")
-    return {"files": count, "damaged": found, "exit_code": 1 if found else 0}
+    return {"files": count, "damaged": found, "left_out": problems, "exit_code": 1 if found else 0}
 
 
 def _of_flags(values: flags.FlagValues) -> dict[str, Any]:

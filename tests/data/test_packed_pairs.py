@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from pair_data import assert_equal, dataset, squares, take, text_collator, text_tokenizer, texts
 
+from jaxvlm.cli.main import run
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
@@ -120,7 +121,7 @@ def test_the_batch_size_the_seed_and_the_sampler_can_be_changed(examples, tmp_pa
             assert_equal(ours, theirs)
 
 
-def test_scores_labels_and_records_that_are_left_out(tmp_path):
+def test_scores_labels_and_records_that_are_left_out(tmp_path, capsys):
     """Scores are float32 as in batches; what was left out counts in ``max_skip_fraction``."""
     made = [
         Example(f"e{i}", Item(f"w{i}"), Item(f"w{i + 20}"), (Item(f"w{i + 30} w2"),), f"g{i % 3}",
@@ -140,8 +141,10 @@ def test_scores_labels_and_records_that_are_left_out(tmp_path):
     for x, y in zip(again.scored(), data.scored(), strict=True):
         np.testing.assert_array_equal(x, y)
     assert again.relevance() == data.relevance()
-    with pytest.raises(DataError, match="1 of 17"):
+    with pytest.raises(DataError, match=f"1 of 17 .*`jaxvlm data verify {folder}` lists them"):
         opened_pairs(folder, data, max_skip_fraction=0.01)
+    assert run(["data", "verify", folder]) == 0
+    assert "left out: 1  no text: bad\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("tokens", [False, True])

@@ -63,6 +63,8 @@ class PairCorpus(NamedTuple):
     """Hash of all data that batches are a function of."""
     group: np.ndarray | None = None
     """i64[N]: result of :func:`jaxvlm.data.pairs.sampler.groups_of`; ``None``: not known yet."""
+    check: str = ""
+    """Command that lists what was left out; see :func:`jaxvlm.data.errors.enforce`."""
 
     @property
     def positive(self) -> np.ndarray:

@@ -67,7 +67,8 @@ class PairDataset:
         self.truncated = corpus.truncated
         self.total = len(corpus.examples) + len(corpus.problems)
         self.queries, self.documents = corpus.queries, corpus.documents
-        self._skipped = SkippedRecords([Part(name, self.total, self.problems)], config)
+        part = Part(name, self.total, corpus.problems, corpus.check)
+        self._skipped = SkippedRecords([part], config)
         self._sampler: Sampler | None = None
 
     @classmethod

@@ -207,8 +207,8 @@ def open_set(spec: str, config: DataConfig, collators: tuple[Collator, Collator]
     names = [*_OF_EXAMPLE, *(["label"] if facts["has_labels"] else [])]
     names += [f"{side}_{name}" for side in _SIDES for name in _OF_ITEM]
     checks.check_files(spec, folder, index["files"], [f"{name}.npy" for name in names])
-    problems = [Problem(*problem) for problem in index["left_out"]]
-    enforce(problems, index["total"], config.on_bad_record, config.max_skip_fraction, spec)
+    problems, check = [Problem(*x) for x in index["left_out"]], f"jaxvlm data verify {spec}"
+    enforce(problems, index["total"], config.on_bad_record, config.max_skip_fraction, spec, check)
     memory, columns = image_caches(collators, config), {}
     for side, collator in zip(_SIDES, collators, strict=True):
         opened = _OpenedColumn(spec, folder, where, side, facts[side])
@@ -238,6 +238,7 @@ def open_set(spec: str, config: DataConfig, collators: tuple[Collator, Collator]
         most_documents=facts["most_documents"],
         truncated=facts["truncated"],
         digest=facts["digest"],
+        check=check,
     )
 
 
