@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pathlib
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,10 +14,11 @@ from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.sources import compressed
 
 _BOM = b"\xef\xbb\xbf"
+_CHUNK = 2**20
 
 
 def read(path: pathlib.Path) -> Iterator[tuple[str, Any] | Problem]:
-    """Read the items of a JSON array, a JSON object or JSON lines; of lines, one at a time.
+    """Read the items of a JSON array or of JSON lines, one at a time, or a JSON object.
 
     Args:
         path: path of the file.
@@ -27,31 +30,48 @@ def read(path: pathlib.Path) -> Iterator[tuple[str, Any] | Problem]:
         DataError: the file as a whole can't be read.
     """
     with compressed.opened(path) as file:
-        blank, first = b"", file.readline().removeprefix(_BOM)
-        while first and not first.strip():
-            blank, first = blank + first, file.readline()
-        if not first:
-            raise DataError(f"{path}: the file is empty; give one with at least one record")
-        # An array, or a single pretty-printed object rather than one object a line.
-        if first.lstrip()[:1] == b"[" or first.strip() == b"{":
-            yield from _whole(path, blank + first + file.read())
+        head = bytearray(file.read(len(_BOM)).removeprefix(_BOM))
+        while not head.strip():
+            if not (more := file.read(1)):
+                raise DataError(f"{path}: the file is empty; give one with at least one record")
+            head += more
+        if head.lstrip()[:1] == b"[":
+            chunks = itertools.chain([bytes(head)], iter(lambda: file.read(_CHUNK), b""))
+            yield from _array(path, chunks)
+            return
+        if not head.endswith(b"\n"):
+            head += file.readline()
+        first = bytes(head.lstrip())
+        blank = head[: len(head) - len(first)]
+        # A single pretty-printed object rather than one object a line.
+        if first.strip() == b"{":
+            yield from _object(path, bytes(head) + file.read())
         else:
-            yield from _lines(path, itertools.chain([first], file), blank.count(b"\n") + 1)
+            lines = re.findall(rb"[^\n]*\n|[^\n]+", first)
+            yield from _lines(path, itertools.chain(lines, file), blank.count(b"\n") + 1)
 
 
-def _whole(path: pathlib.Path, data: bytes) -> Iterator[tuple[str, Any]]:
+def _array(path: pathlib.Path, chunks: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
+    with _said(path):
+        for i, item in enumerate(json_text.array_items(chunks)):
+            yield f"{path.name}[{i}]", item
+
+
+def _object(path: pathlib.Path, data: bytes) -> Iterator[tuple[str, Any]]:
+    with _said(path):
+        item = json_text.parse(data)
+    yield f"{path.name}[0]", item
+
+
+@contextlib.contextmanager
+def _said(path: pathlib.Path) -> Iterator[None]:
+    """Errors of a text, with its file."""
     try:
-        parsed = json_text.parse(data)
-    except UnicodeDecodeError as error:
-        bad_line = data[: error.start].count(b"\n") + 1
-        raise DataError(f"{path}:{bad_line}: not UTF-8; save the file as UTF-8") from None
+        yield
+    except json_text.NotUtf8 as error:
+        raise DataError(f"{path}:{error.line}: not UTF-8; save the file as UTF-8") from None
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}; fix the file there") from None
-    del data
-    parsed = parsed if isinstance(parsed, list) else [parsed]
-    for i in range(len(parsed)):
-        item, parsed[i] = parsed[i], None  # what was taken needs no memory any more
-        yield f"{path.name}[{i}]", item
 
 
 def _lines(
@@ -64,7 +84,7 @@ def _lines(
             continue
         try:
             item = json_text.parse(line.removesuffix(b"\n"))
-        except UnicodeDecodeError:
+        except json_text.NotUtf8:
             problem = Problem(where, "not UTF-8")
         except ValueError as error:
             problem = Problem(where, "not JSON", str(error))
