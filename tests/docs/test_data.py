@@ -48,3 +48,17 @@ def test_what_packing_takes_for_a_record_was_measured():
     mib = many["anonymous_peak_mib"] - few["anonymous_peak_mib"]
     each = mib * 2**20 / (many["records"] - few["records"])
     assert f"about {each / 1000:.1f} kB for\n  a record of a few sentences" in PAGE
+
+
+def test_what_packed_pairs_take_was_measured():
+    rows = json.loads((ROOT / "benchmarks/results/packed_pairs.json").read_text())["rows"]
+    page = " ".join((ROOT / "docs" / "embedding_data.md").read_text(encoding="utf-8").split())
+    (file, few), (many,) = (
+        [row for row in rows if row["pairs"] == count] for count in (10**6, 10**7)
+    )
+    assert (
+        f"after {file['first_batch_s']:.0f} s from a file, which holds "
+        f"{file['anonymous_mib']:,.0f} MiB, and after {few['first_batch_s']:.1f} s from a set, "
+        f"which holds {few['anonymous_mib']:.0f} MiB; of ten million, after "
+        f"{many['first_batch_s']:.0f} s from a set, which holds {many['anonymous_mib']:.0f} MiB"
+    ) in page
