@@ -52,19 +52,19 @@ def read(path: pathlib.Path) -> Iterator[tuple[str, Any] | Problem]:
 
 
 def _array(path: pathlib.Path, chunks: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
-    with _said(path):
+    with _errors_of(path):
         for i, item in enumerate(json_text.array_items(chunks)):
             yield f"{path.name}[{i}]", item
 
 
 def _object(path: pathlib.Path, data: bytes) -> Iterator[tuple[str, Any]]:
-    with _said(path):
+    with _errors_of(path):
         item = json_text.parse(data)
     yield f"{path.name}[0]", item
 
 
 @contextlib.contextmanager
-def _said(path: pathlib.Path) -> Iterator[None]:
+def _errors_of(path: pathlib.Path) -> Iterator[None]:
     """Errors of a text, with its file."""
     try:
         yield
