@@ -114,8 +114,8 @@ class DataConfig:
     """Groups the settings of a data format of the user's own, which reads ``train`` and
     ``eval``."""
     image_root: str = ""
-    """Names the folder that image paths are relative to; the default "" means the data file's own
-    folder."""
+    """Names the folder that image paths are relative to, or its gs:// or s3:// URL; the default ""
+    means the data file's own folder."""
     fetched: str = ""
     """Names the folder in which `jaxvlm data fetch` has kept the images and videos that records
     name by http:// and https:// URLs; with the default "" such records are bad records."""

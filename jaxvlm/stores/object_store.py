@@ -130,6 +130,15 @@ class RemoteFolder:
                     folders.append(f"{self.url}/{name}")
         return found
 
+    def files_in(self, folder: str) -> dict[str, dict[str, Any]]:
+        """Files in a folder itself: name from the URL on -> what the store says of it."""
+        root, skip = self._path(folder), len(self.url.partition("://")[2]) + 1
+        try:
+            found = attempt(f"{root} is listed", lambda: self._fs.ls(root, detail=True))
+        except FileNotFoundError:
+            return {}
+        return {info["name"][skip:]: info for info in found if info["type"] == "file"}
+
     def names(self, folder: str) -> list[str]:
         """Names in a folder, sorted."""
         root = self._path(folder)

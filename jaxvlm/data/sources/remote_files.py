@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import re
+import socket
 import urllib.parse
 from collections.abc import Iterator
 from typing import Any
@@ -105,10 +106,7 @@ def _of_store(spec: str, config: DataConfig) -> str:
     infos = {name: info for name in names if (info := remote.info(name)) is not None}
     if not infos:
         raise DataError(f"{spec}: no such file there; name a file, or a pattern of their names")
-    known = {
-        name: {key: str(info[key]) for key in _VERSION if info.get(key) is not None}
-        for name, info in sorted(infos.items())
-    }
+    known = {name: version_of(info) for name, info in sorted(infos.items())}
     root = downloads.root(config)
     if any(own.keys() <= {"size"} for own in known.values()):
         return _unversioned(remote, last, root)
@@ -118,10 +116,15 @@ def _of_store(spec: str, config: DataConfig) -> str:
     def copy(name: str) -> None:
         _copy(remote, name, infos[name], folder / _name(f"{base}/{name}"))
 
-    with _written(folder):
+    with written(folder):
         folder.mkdir(parents=True, exist_ok=True)
         each(copy, list(infos))
     return f"{glob.escape(str(folder))}/{_name(spec)}"
+
+
+def version_of(info: dict[str, Any]) -> dict[str, str]:
+    """What a store says of a file that is another one when the file is."""
+    return {key: str(info[key]) for key in _VERSION if info.get(key) is not None}
 
 
 def _unversioned(remote: RemoteFolder, name: str, root: pathlib.Path) -> str:
@@ -129,7 +132,7 @@ def _unversioned(remote: RemoteFolder, name: str, root: pathlib.Path) -> str:
     data = remote.read(name)
     folder = root / f"files-{_hash(data)}"
     path = folder / _name(f"{remote.url}/{name}")
-    with _written(folder):
+    with written(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with downloads.alone(path) as partial:
             partial.write_bytes(data)
@@ -142,7 +145,8 @@ def _hash(data: bytes) -> str:
 
 
 @contextlib.contextmanager
-def _written(folder: pathlib.Path) -> Iterator[None]:
+def written(folder: pathlib.Path) -> Iterator[None]:
+    """Raise DataError where a file can't be written there."""
     try:
         yield
     except OSError as error:
@@ -157,13 +161,25 @@ def _copy(remote: RemoteFolder, name: str, info: dict[str, Any], path: pathlib.P
     if path.is_file():
         return
     with downloads.alone(path) as partial:
-        if path.is_file():
-            return  # by another process, meanwhile
-        if info.get("size") is None:  # a web server that does not say it
-            partial.write_bytes(remote.read(name))
-        else:
-            md5 = str(info.get("md5Hash") or "")
-            remote.download(name, partial, int(info["size"]), "set data.download_dir", md5)
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        if not path.is_file():  # by another process, meanwhile
+            _download(remote, name, info, path, partial)
+
+
+def copy_file(remote: RemoteFolder, name: str, info: dict[str, Any], path: pathlib.Path) -> None:
+    """Copy a file that is not here yet, whole or not at all; the caller alone does so."""
+    if not path.is_file():
+        partial = path.with_name(f"{path.name}.partial-{socket.gethostname()}-{os.getpid()}")
+        _download(remote, name, info, path, partial)
+
+
+def _download(
+    remote: RemoteFolder, name: str, info: dict[str, Any], path: pathlib.Path, partial: pathlib.Path
+) -> None:
+    if info.get("size") is None:  # a web server that does not say it
+        partial.write_bytes(remote.read(name))
+    else:
+        md5 = str(info.get("md5Hash") or "")
+        remote.download(name, partial, int(info["size"]), "set data.download_dir", md5)
+    with open(partial, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)

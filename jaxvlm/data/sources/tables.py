@@ -23,6 +23,7 @@ from jaxvlm.data.sources import (
 from jaxvlm.data.sources.compressed import kind_of
 from jaxvlm.data.sources.fields import BadItem, is_empty
 from jaxvlm.data.sources.member_names import InFile, local_path, with_file
+from jaxvlm.data.sources.remote_images import RemoteImages, is_bucket
 
 DEFAULT = DataConfig()
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif")
@@ -35,6 +36,10 @@ VIDEOS = (
 
 PACKED = "packed.json"
 """File in the folder of a packed set that says what it holds; see `jaxvlm data pack`."""
+
+
+Root = pathlib.Path | RemoteImages
+"""What image names are relative to."""
 
 
 class Raw(NamedTuple):
@@ -97,14 +102,16 @@ def each(
     Raises:
         DataError: a file as a whole can't be used.
     """
+    own_root = ""
     if remote_files.is_files(spec):
-        spec = remote_files.local(spec, config)
+        own_root, spec = spec.rpartition("/")[0], remote_files.local(spec, config)
+    remote = _remote_images(own_root, config)
     paths = _paths(spec, named)
     base = pathlib.Path(os.path.commonpath([path.parent for path in paths]))
     is_set = paths[0].parent == pathlib.Path(spec).expanduser()  # its files are no tasks
     reading, is_empty_set = Reading(config, texts, {}), True
     for path in paths:
-        root = _root(path, config)
+        root = remote or _root(path, config)
         name = str(path.relative_to(base)) if len(paths) > 1 and not is_set else ""
         # Files with the same name in several folders must not share their records' ids.
         prefix = f"{path.parent.relative_to(base)}/" if path.parent != base else ""
@@ -114,6 +121,8 @@ def each(
                 yield found._replace(id=prefix + found.id)
             else:
                 yield found._replace(where=prefix + found.where, task=name)
+    if remote:
+        remote.end()
     if is_empty_set:
         raise DataError(f"{spec}: contains no record; give a file with at least one")
 
@@ -227,40 +236,55 @@ def _root(path: pathlib.Path, config: DataConfig) -> pathlib.Path:
     return pathlib.Path(config.image_root).expanduser() if config.image_root else path.parent
 
 
-def _plain(root: pathlib.Path) -> Callable[[str], str]:
-    def locate(name: str) -> str:
-        return str(name) if isinstance(name, InFile) else with_file(name, lambda x: str(root / x))
+def _remote_images(own: str, config: DataConfig) -> RemoteImages | None:
+    """The images in a bucket that names are relative to, if any.
 
-    return locate
+    Args:
+        own: URL of the folder of the files of records; "" if they are on this machine.
+        config: data settings.
+    """
+    url = config.image_root or own
+    return RemoteImages(url, config) if is_bucket(url) else None
+
+
+def _plain(root: Root) -> Callable[[str], str]:
+    def path(name: str) -> str:
+        if isinstance(root, RemoteImages):
+            return name if os.path.isabs(name) else str(root.path(name))
+        return str(root / name)
+
+    return lambda name: str(name) if isinstance(name, InFile) else with_file(name, path)
 
 
 def raw_records(items: Iterable[tuple[str, Any]], spec: str, config: DataConfig) -> Iterator[Raw]:
     """Records that a format of the user's own gave; images are relative as in :func:`each`."""
-    locate = _plain(_root(pathlib.Path(spec), config))
-    return (Raw(where, item, locate, "") for where, item in items)
+    remote = _remote_images("", config)
+    locate = _plain(remote or _root(pathlib.Path(spec), config))
+    for where, item in items:
+        yield Raw(where, item, locate, "")
+    if remote:
+        remote.end()
 
 
-def _json(path: pathlib.Path, root: pathlib.Path, reading: Reading) -> Iterator[Raw | Problem]:
+def _json(path: pathlib.Path, root: Root, reading: Reading) -> Iterator[Raw | Problem]:
     return _located(json_files.read(path), root)
 
 
-def _csv(path: pathlib.Path, root: pathlib.Path, reading: Reading) -> Iterator[Raw | Problem]:
+def _csv(path: pathlib.Path, root: Root, reading: Reading) -> Iterator[Raw | Problem]:
     return _located(delimited.read(path, reading.config.tsv_quoting, reading.is_text), root)
 
 
-def _located(
-    items: Iterable[tuple[str, Any] | Problem], root: pathlib.Path
-) -> Iterator[Raw | Problem]:
+def _located(items: Iterable[tuple[str, Any] | Problem], root: Root) -> Iterator[Raw | Problem]:
     locate = _plain(root)
     for item in items:
         yield item if isinstance(item, Problem) else Raw(*item, locate, "")
 
 
-def _rows(path: pathlib.Path, root: pathlib.Path, reading: Reading) -> Iterator[Raw | Problem]:
+def _rows(path: pathlib.Path, root: Root, reading: Reading) -> Iterator[Raw | Problem]:
     return _records(path, root, columnar.rows(path, reading.same))
 
 
-def _tar(path: pathlib.Path, root: pathlib.Path, reading: Reading) -> Iterator[Raw | Problem]:
+def _tar(path: pathlib.Path, root: Root, reading: Reading) -> Iterator[Raw | Problem]:
     """Read a tar shard: a sample's ``json`` has fields; other files are the field they name."""
     shard = webdataset.index(path)
     plain = _plain(root)
@@ -278,18 +302,16 @@ def _tar(path: pathlib.Path, root: pathlib.Path, reading: Reading) -> Iterator[R
             yield Problem(where, bad.reason, bad.detail)
 
 
-def _mds(path: pathlib.Path, root: pathlib.Path, reading: Reading) -> Iterator[Raw | Problem]:
+def _mds(path: pathlib.Path, root: Root, reading: Reading) -> Iterator[Raw | Problem]:
     return _records(path, root, mds.samples(path))
 
 
-def _array_record(
-    path: pathlib.Path, root: pathlib.Path, reading: Reading
-) -> Iterator[Raw | Problem]:
+def _array_record(path: pathlib.Path, root: Root, reading: Reading) -> Iterator[Raw | Problem]:
     return _records(path, root, array_records.records(path, reading.same, reading.is_text))
 
 
 def _records(
-    path: pathlib.Path, root: pathlib.Path, rows: Iterable[dict[str, Any] | BadItem]
+    path: pathlib.Path, root: Root, rows: Iterable[dict[str, Any] | BadItem]
 ) -> Iterator[Raw | Problem]:
     locate = _plain(root)
     for i, fields in enumerate(rows):
@@ -343,7 +365,7 @@ def _images(value: Any, is_image: bool = False) -> Iterator[str]:
             yield from _images(one, part or "image" in str(name) or "video" in str(name))
 
 
-Reader = Callable[[pathlib.Path, pathlib.Path, Reading], Iterator[Raw | Problem]]
+Reader = Callable[[pathlib.Path, Root, Reading], Iterator[Raw | Problem]]
 READERS: dict[str, Reader] = {
     ".jsonl": _json,
     ".json": _json,
