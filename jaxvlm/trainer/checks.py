@@ -24,7 +24,6 @@ from jaxvlm.data.conversations import packing
 from jaxvlm.data.conversations.content import is_packed, is_remote, packed_data
 from jaxvlm.data.conversations.mixture_records import SOURCE_SETTINGS
 from jaxvlm.data.packed.checks import OF_READING
-from jaxvlm.data.sources.remote_images import is_bucket
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
 from jaxvlm.stores.object_store import check_scheme
@@ -147,7 +146,7 @@ def check_data(config: Config) -> None:
         refuse_unread_by(source, kinds, SOURCE_SETTINGS, f"config.data.mixture.{name}")
     for path, group in groups.items():
         root = group.image_root
-        if is_bucket(root):
+        if is_remote(root):
             check_scheme(f"{path}.image_root", root, root=True)
             continue
         if root and not pathlib.Path(root).expanduser().is_dir():

@@ -47,7 +47,7 @@ def colors():
 
 @pytest.fixture
 def root(request, store):
-    """The URL of a folder with records, and of images in it and beside it."""
+    """The URL of a folder with records; there are images in it and next to it."""
     store.wrong.clear()
     url = f"{store.scheme}://runs/{abs(hash(request.node.name))}/set"
     for name, color in colors().items():
@@ -101,6 +101,9 @@ def test_files_on_this_machine_and_images_in_a_bucket(store, root, tmp_path):
     config = Config(data=DataConfig(train=url, image_root="gs:///x"))
     with pytest.raises(ConfigError, match=r"config.data.image_root=gs:///x: name a folder"):
         checks.check_data(config)
+    data = dataclasses.replace(config.data, image_root="http://localhost/images")
+    with pytest.raises(ConfigError, match="image_root=http://localhost/images: of object stores"):
+        checks.check_data(dataclasses.replace(config, data=data))
     data = dataclasses.replace(config.data, image_root=f"{root.partition('://')[0]}://runs")
     checks.check_data(dataclasses.replace(config, data=data))
 
