@@ -114,7 +114,7 @@ def repeat(source: pathlib.Path, target: pathlib.Path, times: int) -> None:
         else:
             made = np.concatenate([array + i * steps.get(name, 0) for i in range(times)])
         np.save(target / f"{name}.npy", made.astype(array.dtype))
-    _, pieces, checksums = packed_set.mapped(target, str(target))
+    _, pieces, checksums = packed_set.mapped(str(target), target, str(target))
     found = map(checksums.of_piece, range(len(pieces.num_tokens)))
     np.save(target / "piece_checksum.npy", np.fromiter(found, np.uint32))
     sequences = Sequences(*(np.load(target / f"sequence_{x}.npy") for x in ("piece", "start")))

@@ -173,8 +173,9 @@ def _mixture(values: flags.FlagValues) -> dict[str, Any]:
 def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
     """Pack the training data of a recipe, or a file as if the recipe named it."""
     from jaxvlm.config import ConfigError, from_config_dict
-    from jaxvlm.data.conversations.content import is_packed, is_remote
+    from jaxvlm.data.conversations.content import is_packed
     from jaxvlm.data.packed import packed_files
+    from jaxvlm.data.sources.member_names import is_remote
     from jaxvlm.losses.registry import trains_embeddings
     from jaxvlm.stores.object_store import check_scheme
     from jaxvlm.trainer import checks, inputs
@@ -227,9 +228,11 @@ def _pack_pairs(config: Any, output: str, shard_bytes: int) -> dict[str, Any]:
     """Pack the pairs that a run of the recipe would train on."""
     from jaxvlm.data.packed import packed_files
     from jaxvlm.data.pairs import packed_pairs
-    from jaxvlm.trainer import embedding_run
+    from jaxvlm.trainer import embedding_run, pair_design
 
     prepared = embedding_run.prepare_pairs(config, None)
+    for line in pair_design.check_fields(config, prepared.dataset):
+        print(line)
     data, data_config = prepared.dataset, prepared.dataset.config
     made = packed_pairs.made_for(data_config, (data.queries.collator, data.documents.collator))
     problems = _left_out(data.problems)

@@ -58,11 +58,13 @@ def array_items(chunks: Iterable[bytes]) -> Iterator[Any]:
         chunks: the parts of the text, in UTF-8; it begins with ``[``, perhaps after blanks.
 
     Raises:
-        ValueError: as of :func:`parse`, with the place in the whole text, after the items before.
+        ValueError: the first that is met, as of :func:`parse` and with the place in the whole text,
+            after the items before.
     """
     text = _Text(chunks)
-    text.next_char()
-    text.at += 1  # the bracket
+    if text.next_char() != "[":
+        raise text.error("Expecting value", text.at)
+    text.at += 1
     if text.next_char() == "]":
         text.at += 1
     else:

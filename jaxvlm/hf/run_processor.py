@@ -9,13 +9,15 @@ import pathlib
 from collections.abc import Callable, Iterable
 
 from jaxvlm.checkpoint import run_folder, run_record
-from jaxvlm.config import Config, ConfigError, ModelConfig, TokenizerConfig
+from jaxvlm.config import Config, ConfigError, ModelConfig, TokenizerConfig, json_text
 from jaxvlm.data.conversations.content import PACKED_TOKENIZER, packed_data
 from jaxvlm.data.images import image_files
 from jaxvlm.data.packed import packed_files
+from jaxvlm.data.pairs import packed_pairs
 from jaxvlm.data.tokenizer import chat_tokenizer
 from jaxvlm.hf import pretrained
 from jaxvlm.hf.families import anyres
+from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.types import ChatStyle, Span
 
@@ -83,11 +85,29 @@ def tokenizer_folder(
     elif config.init_from:  # its weights belong to its tokens
         folder = run_folder.local_to_read(config.init_from, "config.init_from") / "tokenizer"
     elif packed := packed_data(config.data):
-        folder = packed_files.opened(packed[0], config.data).folder / PACKED_TOKENIZER
-    made = bool(packed_data(config.data))  # by the recipe of the packed data
-    for name in ("kind", "vocab_size") if folder and not made else ():
+        return _packed_tokenizer(config, packed[0])
+    for name in ("kind", "vocab_size") if folder else ():
         if (value := getattr(config.tokenizer, name)) != getattr(TokenizerConfig(), name):
             _log.info("config.tokenizer.%s=%r is not read: %s has a tokenizer", name, value, folder)
+    return folder
+
+
+def _packed_tokenizer(config: Config, spec: str) -> pathlib.Path:
+    """The tokenizer of a packed set, which was built by the recipe that packed it."""
+    kind = packed_files.PAIRS if trains_embeddings(config) else packed_files.CONVERSATIONS
+    found, made = packed_files.opened(spec, config.data, kind), config.tokenizer
+    if kind == packed_files.PAIRS:
+        packed_pairs.check_embedder(spec, found.facts, config.embedder)
+    folder = found.folder / PACKED_TOKENIZER
+    try:
+        tokenizer = json_text.read(folder / "tokenizer.json")
+        is_bpe, size = tokenizer["model"]["type"] == "BPE", len(tokenizer["model"]["vocab"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return folder  # whoever loads it says what is wrong
+    own = "bpe" if is_bpe else "word"
+    if made.kind != own or made.vocab_size < size:
+        text = "config.tokenizer.kind=%r and vocab_size=%d are not read: %s has one of %r with %d"
+        _log.info(f"{text} tokens", made.kind, made.vocab_size, spec, own, size)
     return folder
 
 

@@ -21,9 +21,10 @@ from jaxvlm.config import (
     refuse_unread_by,
 )
 from jaxvlm.data.conversations import packing
-from jaxvlm.data.conversations.content import is_packed, is_remote, packed_data
+from jaxvlm.data.conversations.content import is_packed, packed_data
 from jaxvlm.data.conversations.mixture_records import SOURCE_SETTINGS
 from jaxvlm.data.packed.checks import OF_READING
+from jaxvlm.data.sources.member_names import is_remote
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
 from jaxvlm.stores.object_store import check_scheme

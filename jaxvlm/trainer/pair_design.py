@@ -35,10 +35,30 @@ def check(config: Config, dataset: PairDataset, shards: int) -> list[str]:
     Raises:
         DataError: the design can't be trained; the message says what to change.
     """
-    name, corpus = config.loss.name, dataset.corpus
     if config.loss.target:
         return []
-    lines = []
+    lines = check_fields(config, dataset)
+    if config.loss.name in _CONTRASTIVE:
+        lines += _judge_negatives(config, dataset, shards)
+    return lines
+
+
+def check_fields(config: Config, dataset: PairDataset) -> list[str]:
+    """Refuse scores and labels that the loss does not read, or reads otherwise than meant.
+
+    Args:
+        config: of the run.
+        dataset: that the run trains on.
+
+    Returns:
+        Lines that say how they are understood.
+
+    Raises:
+        DataError: which, and what to change.
+    """
+    name, corpus, lines = config.loss.name, dataset.corpus, []
+    if config.loss.target:
+        return []
     if corpus.has_scores:
         lines.append(_judge_scores(config, dataset))
     if corpus.label is not None:
@@ -46,12 +66,16 @@ def check(config: Config, dataset: PairDataset, shards: int) -> list[str]:
         if name not in _CONTRASTIVE:
             raise DataError(
                 f"{dataset.name}: config.loss.name={name!r} does not read labels; leave them out "
-                "with config.data.ignored_fields=('label',), or use info_nce or sigmoid"
+                f"with config.data.ignored_fields=('label',){_again(dataset)}, or use info_nce or "
+                "sigmoid"
             )
         lines.append(f"labels: {groups:,} groups of examples that are positives of each other")
-    if name in _CONTRASTIVE:
-        lines += _judge_negatives(config, dataset, shards)
     return lines
+
+
+def _again(dataset: PairDataset) -> str:
+    """What a field that is left out asks for besides, in a message."""
+    return " when the data are packed" * dataset.is_packed
 
 
 def unread(config: Config, dataset: PairDataset) -> list[str]:
@@ -83,8 +107,8 @@ def _judge_scores(config: Config, dataset: PairDataset) -> str:
         raise DataError(
             f"{dataset.name}: config.loss.name={name!r} does not read scores; leave the field out "
             "that has them ('score', 'scores', 'label', 'pos_scores' and 'neg_scores') with "
-            "config.data.ignored_fields, which trains every pair as a match, or use one of "
-            f"{', '.join(_SCORED)}"
+            f"config.data.ignored_fields{_again(dataset)}, which trains every pair as a match, or "
+            f"use one of {', '.join(_SCORED)}"
         )
     if name == "cosine" and not -1 <= low <= high <= 1:
         raise DataError(
@@ -125,7 +149,8 @@ def _why(config: Config, dataset: PairDataset, scope: str) -> str:
     if corpus.label is not None and len(np.unique(corpus.label)) == 1:
         return (
             "all examples have one label, so each document is a positive of each query; leave the "
-            "label out with config.data.ignored_fields=('label',), or give groups different labels"
+            f"label out with config.data.ignored_fields=('label',){_again(dataset)}, or give "
+            "groups different labels"
         )
     if size == 1:
         return "a batch has one query and its positive; raise config.data.batch_size"

@@ -89,6 +89,7 @@ def test_limits_are_those_of_the_whole(size):
         (b"[1" + b"0" * 400 + b"]", "a number of 401 digits"),
         ("[1,\n\n'é'".encode("latin-1"), "not UTF-8 in line 3"),
         (b"[1,\n\xff]", "not UTF-8 in line 2"),
+        (b"\x0b[1]]", "Expecting value: line 1 column 1 (char 0)"),
     ):
         assert why in streamed(text, size)[1] and why in whole(text)[1], text
 

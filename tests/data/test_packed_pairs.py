@@ -20,7 +20,7 @@ from jaxvlm.data.packed import packed_files
 from jaxvlm.data.pairs.collate_prompt_items import PromptCollator
 from jaxvlm.data.pairs.collate_texts import TextCollator
 from jaxvlm.data.pairs.examples import Example, Item
-from jaxvlm.types import Span
+from jaxvlm.hf.families import qwen_vl
 from tests.data.stored_sets import SIZES, of_files, opened, opened_pairs, packed, packed_pairs_of
 
 ROWS = np.arange(8)
@@ -41,7 +41,7 @@ def rows(prompt_collator):
     tokenizer, patching = prompt_collator.tokenizer, Patching(4, 2, 2, "cthw")
 
     def span(width, height):
-        return Span.of(tokenizer.image_id, (width // 8) * (height // 8))
+        return qwen_vl.grid_span(tokenizer.image_id, (1, height // 8, width // 8))
 
     as_it_is = image_files.Preparation(lambda image: np.asarray(image), "as it is")
     images = image_files.ImageFormat(as_it_is, 0, span, False, patching)
@@ -193,6 +193,47 @@ def test_other_settings_are_refused_by_name(examples, prompt_collator, tmp_path)
         opened_pairs(folder, dataset(examples, prompt_collator))
 
 
+def test_columns_with_different_tokenizers(tmp_path):
+    """Which the command line never makes: they are not packed, and never read with another."""
+    data = dataset(texts(), TextCollator(text_tokenizer()))
+    folder = packed_pairs_of(data, tmp_path / "set")
+    other = TextCollator(text_tokenizer())
+    other.tokenizer.backend.add_tokens(["w90"])
+    both = dataset(texts(), TextCollator(text_tokenizer()), document_collator=other)
+    with pytest.raises(DataError, match="packed for other settings: document tokenizer"):
+        opened_pairs(folder, both)
+    with pytest.raises(DataError, match="different tokenizers"):
+        packed_pairs_of(both, tmp_path / "both")
+
+
+def test_what_is_equal_across_columns_is_in_the_digest():
+    """Two texts that are cut to the same tokens are one content only in a column of their own."""
+
+    def made(document):
+        rest = [Example(f"r{i}", Item(f"w{i}"), Item(f"w{i + 20}")) for i in range(12)]
+        crossed = Example("x", Item("w50 w51 w52 w53"), Item(document))
+        return dataset([crossed, *rest], text_collator(), max_query_length=4, max_document_length=4)
+
+    same, other = made("w50 w51 w52 w53"), made("w50 w51 w52 w54")
+    for column in ("queries", "documents"):
+        np.testing.assert_array_equal(
+            getattr(same, column).encoded.tokens, getattr(other, column).encoded.tokens
+        )
+    assert same.fingerprint()["content"] != other.fingerprint()["content"]
+
+
+def test_examples_and_items_are_lists_that_lie_on_disk(examples, tmp_path):
+    data = dataset(examples, text_collator())
+    again = opened_pairs(packed_pairs_of(data, tmp_path / "set"), data)
+    texts_of = [[item.text for item in x.queries.items[-3:]] for x in (again, data)]
+    assert texts_of[0] == texts_of[1]
+    assert [x.id for x in again.examples[3:5]] == [x.id for x in data.examples[3:5]]
+    for ours in (again.examples, again.queries.items):
+        assert ours[-1] == ours[len(ours) - 1] and len(ours[:2]) == 2
+        with pytest.raises(IndexError):
+            ours[len(ours)]
+
+
 def test_a_set_of_the_other_kind_is_refused(examples, album, word_tokenizer, tmp_path):
     data = dataset(examples, text_collator())
     pairs = packed_pairs_of(data, tmp_path / "pairs")
@@ -277,3 +318,18 @@ def test_the_same_data_are_the_same_bytes(examples, tmp_path):
         folder = packed_pairs_of(dataset(examples, text_collator()), tmp_path / name)
         found.append(json.loads((pathlib.Path(folder) / "packed.json").read_text())["digest"])
     assert found[0] == found[1]
+
+
+def test_a_damaged_header_is_named(examples, tmp_path):
+    """Of arrays that no start reads, too; what a crash leaves are zeros."""
+    data = dataset(examples, text_collator())
+    folder = pathlib.Path(packed_pairs_of(data, tmp_path / "set"))
+    for path in sorted(folder.glob("*.npy")):
+        whole = path.read_bytes()
+        for header in (bytes(128), whole[:40] + b"x" + whole[41:128]):
+            path.write_bytes(header + whole[128:])
+            with pytest.raises(DataError, match=f"{path.name} is not as it was packed"):
+                opened = opened_pairs(str(folder), data)
+                take(opened.train(ROWS), 1)
+                opened.examples[0], opened.queries.items[0], opened.queries.encoded.spans
+        path.write_bytes(whole)

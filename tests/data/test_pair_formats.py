@@ -451,3 +451,16 @@ def test_a_conversation_is_no_pair(name, write_json):
     item = {"query": "a", "positive": "b", name: [1]}
     (problem,) = pair_formats.read(write_json([item]))[1]
     assert UNREAD in str(problem)
+
+
+def test_half_a_surrogate_pair_is_refused_wherever_it_is(tmp_path):
+    """JSON may have it, and no tokenizer or packed set takes it."""
+    good = {"query": "a", "positive": "b", "label": "c"}
+    rows = [good | {"id": name, name: "\ud83d"} for name in ("query", "positive", "label")]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [good, *rows]))
+    examples, problems = pair_formats.read(str(path))
+    assert len(examples) == 1
+    assert [(x.id, x.reason) for x in problems] == [
+        (name, "text that is not valid Unicode") for name in ("query", "positive", "label")
+    ]

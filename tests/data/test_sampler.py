@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.pairs.sampler import Sampler
+from jaxvlm.data.pairs.sampler import Sampler, fill
 
 SETTINGS = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -189,3 +189,19 @@ def test_the_batch_size_that_is_named_works():
         sampler(contents, most).batch(0)
         with pytest.raises(DataError):
             sampler(contents, most + 1)
+
+
+@hypothesis.given(st.data())
+@SETTINGS
+def test_what_occurs_twice_is_of_small_groups_first(data):
+    """The first example of each group that has room, then the others: by a slow oracle."""
+    count = data.draw(st.integers(1, 40))
+    group = np.asarray(data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count)))
+    order = np.asarray(data.draw(st.permutations(range(count))))
+    batches, missing = data.draw(st.integers(1, 9)), data.draw(st.integers(0, count))
+    sizes = [int((group == group[i]).sum()) for i in order]
+    roomy = [int(i) for i, size in zip(order, sizes, strict=True) if size < batches]
+    first = [i for n, i in enumerate(roomy) if group[i] not in [group[j] for j in roomy[:n]]]
+    expected = [*first, *sorted(set(roomy) - set(first)), *order.tolist()][:missing]
+    found = fill(order, np.unique(group, return_inverse=True)[1], missing, batches)
+    assert found.tolist() == expected

@@ -62,3 +62,5 @@ def test_what_packed_pairs_take_was_measured():
         f"which holds {few['anonymous_mib']:.0f} MiB; of ten million, after "
         f"{many['first_batch_s']:.0f} s from a set, which holds {many['anonymous_mib']:.0f} MiB"
     ) in page
+    set_rate, file_rate = (round(row["pairs_per_cpu_s"] / 1000) for row in (few, file))
+    assert f"{set_rate} thousand pairs a second from the set, and of {file_rate} thousand" in page

@@ -86,6 +86,16 @@ def set_of_pairs(captions, tmp_path_factory):
     return recipe, folder / "set"
 
 
+def vlm_recipe(folder):
+    """A recipe of a VLM's embeddings."""
+    path = folder.parent / "vlm_recipe.py"
+    path.write_text(
+        "from tests.e2e.test_embedding_runs import scratch\n\n"
+        "def get_config():\n    return scratch('', 'vlm')\n"
+    )
+    return f"--config={path}"
+
+
 def test_a_run_on_pairs_goes_on_with_the_packed_set(captions, set_of_pairs, tmp_path, capsys):
     """To the bits of a run on the files; its tokenizer is that of the set."""
     recipe, folder = set_of_pairs
@@ -94,11 +104,21 @@ def test_a_run_on_pairs_goes_on_with_the_packed_set(captions, set_of_pairs, tmp_
     packed = pairs_trained(folder, tmp_path / "run")
     for ours, theirs in zip(packed, files, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+    workdir = f"--workdir={tmp_path / 'other'}"
+    own_data, other = ["--config=configs/own_data.py", workdir], [vlm_recipe(folder), workdir]
     capsys.readouterr()
     for line, said in (
         (["data", "check", str(folder), recipe], "is packed, and holds what a run trains on"),
         (["data", "pack", str(folder), recipe, "--output=x"], "packed already"),
         (["eval", f"--checkpoint={tmp_path / 'run'}", f"--data={folder}"], "is packed"),
+        (
+            ["train", *own_data, f"--config.data.train={folder}"],
+            "was packed from pairs, and this run trains on conversations",
+        ),
+        (
+            ["train", *other, "--config.data.eval=", f"--config.data.train={folder}"],
+            "was packed for config.embedder='dual', and this run has 'vlm'",
+        ),
     ):
         assert run(line) == 2
         assert said in capsys.readouterr().err

@@ -16,7 +16,7 @@ from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.sources import remote_files
 from jaxvlm.data.sources.conversation_formats import Record
-from jaxvlm.data.sources.member_names import is_video, local_path
+from jaxvlm.data.sources.member_names import is_remote, is_video, local_path
 from jaxvlm.data.sources.tables import PACKED
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 
@@ -163,11 +163,6 @@ def packed_data(config: DataConfig) -> list[str]:
     """The packed sets among the training data: folders and URLs."""
     specs = [config.train, *(source.train for source in config.mixture.values())]
     return [spec for spec in specs if is_packed(spec, config)]
-
-
-def is_remote(spec: str) -> bool:
-    """Whether the name of data is a URL of something that is not on this machine."""
-    return "://" in spec and not spec.startswith("file://")
 
 
 def validate_settings(config: DataConfig, settings: ModelInputs) -> None:

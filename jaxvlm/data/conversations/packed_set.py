@@ -8,7 +8,7 @@ sequences), images as they are in tar files, and the tokenizer. ``packed.json`` 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,8 @@ from jaxvlm.data.conversations.tokenize import Corpus
 from jaxvlm.data.errors import DataError, Part, Problem
 from jaxvlm.data.packed import checks, image_shards, packed_files
 from jaxvlm.data.packed.checks import holds
-from jaxvlm.data.packed.mapped_arrays import ArrayFiles, Named, Spans, flat, save
+from jaxvlm.data.packed.mapped_arrays import ArrayFiles, Spans, flat, save
+from jaxvlm.data.sources.conversation_formats import Record
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.stores.store_requests import concurrently
 from jaxvlm.types import Span
@@ -139,20 +140,19 @@ def open_set(
         DataError: it is damaged, or was packed for other settings.
         StoreError: a store does not give its files.
     """
-    folder, index, where = packed_files.opened(spec, config)
-    packed_files.check_kind(spec, index, packed_files.CONVERSATIONS)
+    folder, index, where = packed_files.opened(spec, config, packed_files.CONVERSATIONS)
     has_videos = bool(index["facts"].get("has_videos"))
     wanted = made_for(config, settings, tokenizer, has_videos)
     checks.check_settings(spec, index["made_for"], wanted, config)
-    corpus, pieces, checksum = mapped(folder, where)
-    known = ArrayFiles(folder)["piece_checksum"]
+    corpus, pieces, checksum = mapped(spec, folder, where)
+    known = ArrayFiles(spec, folder)["piece_checksum"]
 
     def check(piece: int) -> None:
         if not holds(lambda: checksum.of_piece(piece), known, piece):
             raise checks.damaged(f"piece {piece}", spec, folder)
 
     content = Content(
-        records=Named(ArrayFiles(folder).strings("id")),
+        records=_Named(ArrayFiles(spec, folder).strings("id")),
         corpus=corpus,
         pieces=pieces,
         facts=Facts(**index["facts"]),
@@ -179,14 +179,15 @@ def open_set(
     return content
 
 
-def mapped(folder: pathlib.Path, where: str) -> tuple[Corpus, packing.Pieces, Checksums]:
+def mapped(spec: str, folder: pathlib.Path, where: str) -> tuple[Corpus, packing.Pieces, Checksums]:
     """A set's corpus and pieces, on disk, and their checksums.
 
     Args:
+        spec: its folder or URL.
         folder: of its arrays.
         where: what the names of its images begin with.
     """
-    files = ArrayFiles(folder)
+    files = ArrayFiles(spec, folder)
     corpus = Corpus(
         **{name: files[name] for name in (*_OF_CORPUS, "source")},
         images=files.groups("images_of_record"),
@@ -200,11 +201,24 @@ def mapped(folder: pathlib.Path, where: str) -> tuple[Corpus, packing.Pieces, Ch
     return corpus, pieces, Checksums(corpus, pieces, files.strings("path"))
 
 
+class _Named(Sequence[Any]):
+    """Records that have an id and nothing else."""
+
+    def __init__(self, ids: Sequence[str]):
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: Any) -> Any:
+        return Record(self._ids[index], (), ())
+
+
 class _CheckedSequences(packing.Sequences):
     """Packed sequences of a set; raises DataError for one that is not as it was packed."""
 
     def __init__(self, spec: str, folder: pathlib.Path):
-        files = ArrayFiles(folder)
+        files = ArrayFiles(spec, folder)
         super().__init__(files["sequence_piece"], files["sequence_start"])
         self._spec, self._folder = spec, folder
         self._checksum = files["sequence_checksum"]

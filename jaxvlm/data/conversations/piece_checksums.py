@@ -10,7 +10,6 @@ import numpy as np
 from jaxvlm.data.conversations.packing import Pieces
 from jaxvlm.data.conversations.tokenize import Corpus
 from jaxvlm.data.packed import checks
-from jaxvlm.types import Span
 
 _OF_SEGMENT = ("record", "first", "last", "length", "offset")
 _OF_PIECE = ("num_tokens", "num_images", "num_patches")
@@ -23,7 +22,7 @@ class Checksums:
         self._corpus, self._pieces, self._paths = corpus, pieces, paths
         self._of_segment = [getattr(pieces, name) for name in _OF_SEGMENT]
         self._of_piece = [getattr(pieces, name) for name in _OF_PIECE]
-        self._of_spans: dict[int, int] = {}
+        self._span = checks.SpanChecksums()
 
     def of_piece(self, piece: int) -> int:
         """The checksum of a piece; an error where its arrays contradict each other."""
@@ -35,14 +34,9 @@ class Checksums:
         for first, last in zip(pieces.first[start:end].tolist(), pieces.last[start:end].tolist()):
             parts += [corpus.tokens[first:last].tobytes(), corpus.loss[first:last].tobytes()]
         for image in pieces.images[piece]:
-            text = f"{image} {self._known(corpus.spans[image])} {self._paths[image]}"
+            text = f"{image} {self._span.of(corpus.spans[image])} {self._paths[image]}"
             parts.append(text.encode("utf-8", "surrogateescape"))
         return zlib.crc32(b"".join(parts))
-
-    def _known(self, span: Span) -> int:
-        if id(span) not in self._of_spans:  # spans live as long as the corpus does
-            self._of_spans[id(span)] = checks.of_span(span)
-        return self._of_spans[id(span)]
 
 
 def of_sequence(own: np.ndarray) -> int:

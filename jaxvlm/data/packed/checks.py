@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data.conversations.content import is_remote
 from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.sources.downloads import digest_of_file
-from jaxvlm.data.sources.member_names import shown
+from jaxvlm.data.sources.member_names import is_remote, shown
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.data.tokenizer.text_tokenizer import TextTokenizer
 from jaxvlm.types import Span
@@ -63,17 +62,17 @@ def check_settings(
     for name in OF_READING:
         if getattr(config, name) != getattr(DataConfig(), name) and not config.eval:
             raise DataError(f"data.{name} is not read: {spec} is packed; leave it out")
-    changed = [
-        f"{name} {packed.get(name)!r} -> {wanted.get(name)!r}"
-        for name in sorted(packed.keys() | wanted.keys())
+    names = sorted(packed.keys() | wanted.keys())
+    changed = {
+        name: f"{name} {packed.get(name)!r} -> {wanted.get(name)!r}"
+        for name in names
         if packed.get(name) != wanted.get(name)
-    ]
+    }
     if changed:
+        told, hint = ", ".join(changed.values()), any(n.endswith("tokenizer") for n in changed)
         raise DataError(
-            f"{spec} was packed for other settings: {', '.join(changed)}; set them as they were, "
-            "or pack the data again with this recipe"
-            + _OTHER_TOKENIZER
-            * (packed.get("tokenizer") != wanted["tokenizer"])
+            f"{spec} was packed for other settings: {told}; set them as they were, or pack the "
+            "data again with this recipe" + _OTHER_TOKENIZER * hint
         )
 
 
@@ -125,6 +124,19 @@ def of_span(span: Span) -> int:
         if leaf is not None:
             found = zlib.crc32(f"{leaf.shape} {leaf.dtype}".encode() + leaf.tobytes(), found)
     return found
+
+
+class SpanChecksums:
+    """Checksums of spans of one set, of which equal ones are one object that lives as long."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+
+    def of(self, span: Span) -> int:
+        """The checksum of a span, computed once."""
+        if id(span) not in self._known:
+            self._known[id(span)] = of_span(span)
+        return self._known[id(span)]
 
 
 def holds(found: Callable[[], int], known: np.ndarray, index: int) -> bool:

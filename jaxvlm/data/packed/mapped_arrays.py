@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.sources.conversation_formats import Record
+from jaxvlm.data.packed import checks
 from jaxvlm.types import Sources, Span
 
 
@@ -48,6 +49,25 @@ class Strings(_Parts):
         return text and self._prefix + text
 
 
+class Lazy(Sequence[Any]):
+    """A sequence whose items are made when they are asked for, by ``item``."""
+
+    @abc.abstractmethod
+    def item(self, index: int) -> Any:
+        """Make an item.
+
+        Args:
+            index: from 0 to the length.
+        """
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.item(index) if isinstance(index, int) and index >= 0 else self._other(index)
+
+    def _other(self, index: Any) -> Any:
+        places = range(len(self))[index]  # with its IndexError
+        return self.item(places) if isinstance(places, int) else [self.item(i) for i in places]
+
+
 class Chosen(Sequence[Any]):
     """Some items of a sequence.
 
@@ -80,33 +100,25 @@ class Concatenated(Sequence[Any]):
         return self._first[index] if index < own else self._second[index - own]
 
 
-class Named(Sequence[Any]):
-    """Records that have an id and nothing else."""
-
-    def __init__(self, ids: Sequence[str]):
-        self._ids = ids
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, index: Any) -> Any:
-        return Record(self._ids[index], (), ())
-
-
 class ArrayFiles:
-    """Arrays of a folder, mapped into memory.
+    """Arrays of a packed set, mapped into memory.
 
     Args:
+        spec: the set's folder or URL.
         folder: where they are, as ``.npy``.
         prefix: of their names.
     """
 
-    def __init__(self, folder: pathlib.Path, prefix: str = ""):
-        self._folder, self._prefix = folder, prefix
+    def __init__(self, spec: str, folder: pathlib.Path, prefix: str = ""):
+        self._spec, self._folder, self._prefix = spec, folder, prefix
 
     def __getitem__(self, name: str) -> np.ndarray:
+        """Map an array; raises DataError where its file has no such header."""
         path = self._folder / f"{self._prefix}{name}.npy"
-        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        try:
+            return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        except (ValueError, EOFError, SyntaxError, TypeError, OverflowError, MemoryError):
+            raise checks.damaged(path.name, self._spec, self._folder) from None
 
     def strings(self, name: str, *, prefix: str = "") -> Strings:
         """The strings that :func:`flat` made arrays of, each but empty ones behind a ``prefix``."""

@@ -6,6 +6,7 @@ Of a set in a store this machine keeps copies: :mod:`jaxvlm.data.sources.downloa
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -19,10 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxvlm.config import ConfigError, DataConfig, json_text
-from jaxvlm.data.conversations.content import is_remote
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources import downloads
-from jaxvlm.data.sources.member_names import local_path
+from jaxvlm.data.sources.member_names import is_remote, local_path
 from jaxvlm.data.sources.partial_files import is_alive, remove_left_over
 from jaxvlm.data.sources.tables import PACKED
 from jaxvlm.stores.errors import StoreError
@@ -31,8 +31,8 @@ from jaxvlm.stores.store_requests import READ_KINDS, concurrently, each
 
 FORMAT = 1
 """Of the folder; raised where an older jaxvlm could not read it."""
-CONVERSATIONS = "conversations"
-"""The kind of a set that names none."""
+CONVERSATIONS, PAIRS = "conversations", "pairs"
+"""Kinds of sets; one that names none is of the first."""
 
 
 class PackedFiles(NamedTuple):
@@ -46,18 +46,24 @@ class PackedFiles(NamedTuple):
     """What the names of its images begin with: the folder, or the URL that they are read from."""
 
 
-def opened(spec: str, config: DataConfig) -> PackedFiles:
+def opened(spec: str, config: DataConfig, kind: str) -> PackedFiles:
     """Find a set's files; those of a set in a store are copied to this machine first, but images.
 
     Args:
         spec: folder or URL.
         config: data settings, for the place of the copies.
+        kind: conversations | pairs.
 
     Raises:
-        DataError: a file is missing, damaged, or of another format.
+        DataError: a file is missing, damaged, or of another format; or the set is of another kind.
         StoreError: the store does not give them.
     """
     index, digest = _index(spec)
+    if (found := index.get("kind", CONVERSATIONS)) != kind:
+        raise DataError(
+            f"{spec} was packed from {found}, and this run trains on {kind}: config.loss.name says "
+            "which a run trains on"
+        )
     if is_remote(spec):
         # Its name says which set it is of, and two sets are never in one.
         name = f"{spec.rstrip('/').rpartition('/')[2]}-{digest}"
@@ -74,24 +80,6 @@ def opened(spec: str, config: DataConfig) -> PackedFiles:
                 "again"
             )
     return PackedFiles(folder, index, str(folder))
-
-
-def check_kind(spec: str, index: Mapping[str, Any], kind: str) -> None:
-    """Refuse a set of conversations where pairs are read, or the other way round.
-
-    Args:
-        spec: its folder or URL.
-        index: what ``packed.json`` says.
-        kind: conversations | pairs.
-
-    Raises:
-        DataError: it is of the other kind.
-    """
-    if (found := index.get("kind", CONVERSATIONS)) != kind:
-        raise DataError(
-            f"{spec} was packed from {found}, and this run trains on {kind}: config.loss.name says "
-            "which a run trains on"
-        )
 
 
 def refuse_existing(output: str) -> None:
@@ -135,6 +123,8 @@ def new_folder(output: str) -> Iterator[pathlib.Path]:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process was first
+            raise DataError(f"{output} exists; name another folder, or remove it") from None
         where = error.filename or output
         why = error.strerror or f"{error}; is there room?"  # NumPy's own error has no number
         raise DataError(f"{where} can't be written: {why}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -106,11 +106,17 @@ class TokenIds:
     def __init__(self, count: int):
         self._flat = array.array("i")
         self._length = np.zeros(count, np.int64)
+        self._last = -1
 
-    def add(self, item: int, ids: Iterable[int]) -> None:
-        """Set the ids of an item behind all that have some."""
+    def add(self, item: int, ids: Sequence[int] | np.ndarray) -> None:
+        """Set the ids of an item, i32 or whole numbers, after those of all items before it."""
+        assert item > self._last, "items come in their order"
+        self._last = item
         before = len(self._flat)
-        self._flat.extend(ids)
+        if isinstance(ids, np.ndarray):
+            self._flat.frombytes(ids.astype(np.int32, copy=False).tobytes())
+        else:
+            self._flat.extend(ids)
         self._length[item] = len(self._flat) - before
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
@@ -158,16 +164,19 @@ def encoded(
 
 def take(items: Encoded, chosen: Sequence[int]) -> Encoded:
     """Select some items, with the images that they use."""
-    indices: dict[int, int] = {}
-    old = items.image[np.asarray(chosen, np.int64)].tolist()
-    image = [indices.setdefault(p, len(indices)) if p >= 0 else -1 for p in old]
     which = np.asarray(chosen, np.int64)
-    own = np.diff(items.first)[which]  # all tokens of each
-    first = np.concatenate([[0], np.cumsum(own)]).astype(np.int64)
-    places = np.arange(first[-1]) + np.repeat(items.first[which] - first[:-1], own)
+    if np.array_equal(which, np.arange(len(items.image))):
+        return items
+    indices: dict[int, int] = {}
+    old = items.image[which].tolist()
+    image = [indices.setdefault(p, len(indices)) if p >= 0 else -1 for p in old]
+    ids = TokenIds(len(which))
+    for i, item in enumerate(chosen):
+        ids.add(i, items.ids(item))
+    tokens, count = ids.arrays()
     return items._replace(
-        tokens=items.tokens[places],
-        first=first,
+        tokens=tokens,
+        first=np.concatenate([[0], np.cumsum(count)]).astype(np.int64),
         length=items.length[which],
         image=np.asarray(image, np.int32),
         paths=tuple(items.paths[p] for p in indices),

@@ -109,7 +109,7 @@ class PromptCollator(NamedTuple):
                         detail = f"{len(tokens) + extra} of {max_length} tokens without its text"
                         rejected[i] = "longer than the maximum length", detail
                 if i not in rejected:
-                    ids.add(i, tokens.tolist())
+                    ids.add(i, tokens)
         return encoded(items, ids, rejected, measured, truncated), rejected
 
     def collate(self, items: Encoded, which: Sequence[int], shape: PromptShape) -> Batch:

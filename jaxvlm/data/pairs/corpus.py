@@ -374,7 +374,8 @@ def digest_of(corpus: PairCorpus) -> str:
     out = hashlib.blake2b(digest_size=8)
     for side in (corpus.queries, corpus.documents):
         own = side.encoded
-        for part in (own.tokens, own.first, own.length, own.image):
+        content = corpus.content[side.name]  # of both columns together
+        for part in (own.tokens, own.first, own.length, own.image, content):
             out.update(part.tobytes())
         out.update(repr([image_files.name_and_size(path) for path in own.paths]).encode())
     arrays = (corpus.query, corpus.document, corpus.first, corpus.score, corpus.task)

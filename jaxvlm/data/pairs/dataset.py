@@ -111,6 +111,11 @@ class PairDataset:
         return cls(name, corpus, config, seed)
 
     @property
+    def is_packed(self) -> bool:
+        """Whether it was packed before."""
+        return self.corpus.group is not None
+
+    @property
     def num_documents(self) -> int:
         """K: documents of an example in a batch, its positive included."""
         most, limit = self.corpus.most_documents, self.config.pairs.max_negatives

@@ -7,6 +7,7 @@ and the tokenizer.
 
 from __future__ import annotations
 
+import logging
 import pathlib
 import zlib
 from collections.abc import Callable, Sequence
@@ -15,25 +16,26 @@ from typing import Any
 import numpy as np
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data.conversations.content import PACKED_TOKENIZER, is_remote
+from jaxvlm.data.conversations.content import PACKED_TOKENIZER
 from jaxvlm.data.errors import DataError, Problem, enforce
 from jaxvlm.data.images import image_files
 from jaxvlm.data.packed import checks, image_shards, mapped_arrays, packed_files
-from jaxvlm.data.packed.mapped_arrays import ArrayFiles, Chosen, Spans, Strings, flat
+from jaxvlm.data.packed.mapped_arrays import ArrayFiles, Chosen, Lazy, Spans, Strings, flat
 from jaxvlm.data.pairs import sampler
 from jaxvlm.data.pairs.collate_items import Collator, Encoded
 from jaxvlm.data.pairs.column import Column, Measured
 from jaxvlm.data.pairs.corpus import Contents, PairCorpus, digest_of, image_caches
 from jaxvlm.data.pairs.examples import Example, Item
+from jaxvlm.data.sources.member_names import is_remote
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.data.tokenizer.text_tokenizer import TextTokenizer
 from jaxvlm.stores.store_requests import concurrently
 
-KIND = "pairs"
+_log = logging.getLogger("jaxvlm.data")
 _SIDES = ("query", "document")
 _OF_ITEM = ("first", "length", "image", "patches", "content", "instruction", "image_path")
-"""Arrays of a column that are compared whole with their digests, besides those of images' tokens:
-a start reads them, or they are small."""
+"""Arrays of a column that are compared whole with their digests when a set is opened. The others
+are token ids and what images' tokens are, of which each item has a checksum, and texts."""
 _OF_EXAMPLE = ("query", "document", "first", "score", "task", "group")
 """Arrays of examples, which are compared whole too: the order of a run follows from them."""
 _MEASURED = ("tiles", "position_rows", "taps", "unknown")
@@ -54,8 +56,9 @@ def made_for(config: DataConfig, collators: tuple[Collator, Collator]) -> dict[s
         made |= {f"{side} {name}": value for name, value in collator.fingerprint().items()}
         made[f"{side} image"] = [size, list(patching or ()), most]
         made[f"{side} lengths"] = list(collator.lengths)
-    tokenizer = collators[0].tokenizer
-    return made | {"tokenizer": checks.tokenizer_digest(tokenizer) if tokenizer else ""}
+        tokenizer = collator.tokenizer
+        made[f"{side} tokenizer"] = checks.tokenizer_digest(tokenizer) if tokenizer else ""
+    return made
 
 
 def write(
@@ -72,7 +75,7 @@ def write(
         folder: exists, and is empty.
         corpus: what is packed.
         made: result of :func:`made_for`.
-        tokenizer: that of the set's tokens; ``None``: it has none.
+        tokenizer: that of the queries' and the documents' tokens; ``None``: there are none.
         config: data settings.
         shard_bytes: size of a tar file of images, about.
 
@@ -80,9 +83,12 @@ def write(
         What ``packed.json`` says.
 
     Raises:
-        DataError: an image can't be read any more, or has changed since its header was read.
+        DataError: an image can't be read any more, or has another size than when its header was
+            read; or queries and documents have different tokenizers.
         OSError: the disk is full, for instance.
     """
+    if made["query tokenizer"] != made["document tokenizer"]:
+        raise DataError("queries and documents with different tokenizers can't be packed together")
     columns = {"query": corpus.queries, "document": corpus.documents}
     number: dict[str, int] = {}
     for column in columns.values():
@@ -120,7 +126,7 @@ def write(
     return packed_files.seal(
         folder,
         {
-            "kind": KIND,
+            "kind": packed_files.PAIRS,
             "made_for": made,
             "facts": facts,
             "records": len(corpus.examples),
@@ -173,7 +179,7 @@ class _Checksums:
     """Checksums of what a batch has of an item and no start reads: tokens, image, its tokens."""
 
     def __init__(self, encoded: Encoded, names: Sequence[str]):
-        self._encoded, self._names = encoded, names
+        self._encoded, self._names, self._span = encoded, names, checks.SpanChecksums()
 
     def of_item(self, item: int) -> int:
         """The checksum of an item."""
@@ -183,7 +189,7 @@ class _Checksums:
             name = self._names[image].encode("utf-8", "surrogateescape")
             found = zlib.crc32(name, found)
         if image >= 0 and encoded.spans:
-            found = zlib.crc32(b"%d" % checks.of_span(encoded.spans[image]), found)
+            found = zlib.crc32(b"%d" % self._span.of(encoded.spans[image]), found)
         return found
 
 
@@ -200,18 +206,22 @@ def open_set(spec: str, config: DataConfig, collators: tuple[Collator, Collator]
             left out.
         StoreError: a store does not give its files.
     """
-    folder, index, where = packed_files.opened(spec, config)
-    packed_files.check_kind(spec, index, KIND)
+    folder, index, where = packed_files.opened(spec, config, packed_files.PAIRS)
     checks.check_settings(spec, index["made_for"], made_for(config, collators), config)
-    facts, files = index["facts"], ArrayFiles(folder)
+    facts, files = index["facts"], ArrayFiles(spec, folder)
     names = [*_OF_EXAMPLE, *(["label"] if facts["has_labels"] else [])]
     names += [f"{side}_{name}" for side in _SIDES for name in _OF_ITEM]
     checks.check_files(spec, folder, index["files"], [f"{name}.npy" for name in names])
+    for side in _SIDES:
+        if truncated := facts["truncated"][side]:
+            text = "%s: %d of %d %s texts were truncated when they were packed"
+            count = index["queries" if side == "query" else "documents"]
+            _log.warning(text, spec, truncated, count, side)
     problems, check = [Problem(*x) for x in index["left_out"]], f"jaxvlm data verify {spec}"
     enforce(problems, index["total"], config.on_bad_record, config.max_skip_fraction, spec, check)
     memory, columns = image_caches(collators, config), {}
     for side, collator in zip(_SIDES, collators, strict=True):
-        opened = _OpenedColumn(spec, folder, where, side, facts[side])
+        opened = _OpenedColumn(spec, folder, where, side, facts)
         each: Callable[..., Any] = concurrently if is_remote(spec) else map
         columns[side] = Column(
             side, opened.items, opened.encoded, collator, memory[side], config.buckets,
@@ -242,6 +252,25 @@ def open_set(spec: str, config: DataConfig, collators: tuple[Collator, Collator]
     )
 
 
+def check_embedder(spec: str, facts: dict[str, Any], embedder: str) -> None:
+    """Refuse a set whose tokens are of another kind of model, before its tokenizer is loaded.
+
+    Args:
+        spec: its folder or URL.
+        facts: what ``packed.json`` says.
+        embedder: dual | vlm.
+
+    Raises:
+        DataError: it is.
+    """
+    packed = "dual" if facts["made_for"].get("query rows") == "text" else "vlm"
+    if packed != embedder:
+        raise DataError(
+            f"{spec} was packed for config.embedder={packed!r}, and this run has {embedder!r}; "
+            "pack the data again with this recipe"
+        )
+
+
 class _OpenedColumn:
     """A column's arrays, on disk.
 
@@ -250,18 +279,19 @@ class _OpenedColumn:
         folder: where its arrays are.
         where: what the names of its images begin with.
         side: query | document.
-        facts: what holds for all its items.
+        facts: what holds for all items.
     """
 
     def __init__(
         self, spec: str, folder: pathlib.Path, where: str, side: str, facts: dict[str, Any]
     ):
-        files, all_files = ArrayFiles(folder, f"{side}_"), ArrayFiles(folder)
+        files, all_files = ArrayFiles(spec, folder, f"{side}_"), ArrayFiles(spec, folder)
         which = files["image_path"]
         arrays = {name: files[name] for name in ("tokens", "first", "length", "image")}
         paths = Chosen(all_files.strings("path", prefix=f"{where}/"), which)
-        self.encoded = Encoded(**arrays, paths=paths, spans=files.spans(), truncated=0)
-        self.measured = Measured(patches=files["patches"], **facts)
+        truncated = facts["truncated"][side]
+        self.encoded = Encoded(**arrays, paths=paths, spans=files.spans(), truncated=truncated)
+        self.measured = Measured(patches=files["patches"], **facts[side])
         instructions = files.strings("instruction_text")
         self.items = _Items(
             files.strings("text"), self.encoded, Chosen(instructions, files["instruction"])
@@ -276,7 +306,7 @@ class _OpenedColumn:
             raise checks.damaged(f"{self._side} {item}", self._spec, self._folder)
 
 
-class _Items(Sequence[Any]):
+class _Items(Lazy):
     """Items of a column, of texts that stay on disk."""
 
     def __init__(self, texts: Strings, encoded: Encoded, instructions: Sequence[str]):
@@ -285,13 +315,14 @@ class _Items(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._texts)
 
-    def __getitem__(self, index: Any) -> Item:
+    def item(self, index: int) -> Item:
+        """See :class:`Lazy`."""
         image = int(self._encoded.image[index])
         path = self._encoded.paths[image] if image >= 0 else ""
         return Item(self._texts[index], path, self._instructions[index])
 
 
-class _Examples(Sequence[Any]):
+class _Examples(Lazy):
     """Examples, of arrays that stay on disk."""
 
     def __init__(
@@ -308,7 +339,8 @@ class _Examples(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._ids)
 
-    def __getitem__(self, index: Any) -> Example:
+    def item(self, index: int) -> Example:
+        """See :class:`Lazy`."""
         arrays, first = self._arrays, self._arrays["first"]
         own = slice(int(first[index]), int(first[index + 1]))
         documents = [self._documents[i] for i in arrays["document"][own].tolist()]

@@ -120,7 +120,7 @@ class Sampler:
             order = rng.permutation(len(members))
             if self._duplicates:  # the last batch is filled up with examples of the first
                 return members[np.resize(order, (count, size))].astype(np.int32)
-            order = np.concatenate([order, _fill(order, group, count * size - len(order), count)])
+            order = np.concatenate([order, fill(order, group, count * size - len(order), count)])
             # Members of a group are adjacent; groups are in a random order.
             place = rng.permutation(int(group.max()) + 1)[group[order]]
             order = order[np.argsort(place, kind="stable")]
@@ -226,8 +226,15 @@ def _numbered(group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (np.cumsum(is_one) - 1)[group], size[is_one]
 
 
-def _fill(order: np.ndarray, group: np.ndarray, missing: int, batches: int) -> np.ndarray:
-    """Choose the examples that occur twice, so that batches are full: of small groups first."""
+def fill(order: np.ndarray, group: np.ndarray, missing: int, batches: int) -> np.ndarray:
+    """Choose the examples that occur twice, so that batches are full: of small groups first.
+
+    Args:
+        order: i64[N], examples.
+        group: i64[N], group number of each example.
+        missing: number of examples to choose.
+        batches: of a pass; a group of as many examples has no room for another.
+    """
     if not missing:
         return order[:0]
     size = np.bincount(group)[group[order]]

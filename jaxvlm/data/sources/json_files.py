@@ -14,6 +14,7 @@ from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.sources import compressed
 
 _BOM = b"\xef\xbb\xbf"
+_BLANKS = b" \t\r\n"
 _CHUNK = 2**20
 
 
@@ -30,25 +31,31 @@ def read(path: pathlib.Path) -> Iterator[tuple[str, Any] | Problem]:
         DataError: the file as a whole can't be read.
     """
     with compressed.opened(path) as file:
-        head = bytearray(file.read(len(_BOM)).removeprefix(_BOM))
-        while not head.strip():
-            if not (more := file.read(1)):
-                raise DataError(f"{path}: the file is empty; give one with at least one record")
-            head += more
-        if head.lstrip()[:1] == b"[":
-            chunks = itertools.chain([bytes(head)], iter(lambda: file.read(_CHUNK), b""))
-            yield from _array(path, chunks)
+        blocks = iter(lambda: file.read(_CHUNK), b"")
+        blank, head = _past_blanks(blocks)
+        if not head:
+            raise DataError(f"{path}: the file is empty; give one with at least one record")
+        if head.startswith(b"["):
+            yield from _array(path, itertools.chain([blank, head], blocks))
             return
+        indent = blank.rpartition(b"\n")[2]
+        blank, head = blank.removesuffix(indent), indent + head
         if not head.endswith(b"\n"):
             head += file.readline()
-        first = bytes(head.lstrip())
-        blank = head[: len(head) - len(first)]
         # A single pretty-printed object rather than one object a line.
-        if first.strip() == b"{":
-            yield from _object(path, bytes(head) + file.read())
+        if head.partition(b"\n")[0].strip() == b"{":
+            yield from _object(path, blank + head + file.read())
         else:
-            lines = re.findall(rb"[^\n]*\n|[^\n]+", first)
+            lines = re.findall(rb"[^\n]*\n|[^\n]+", head)
             yield from _lines(path, itertools.chain(lines, file), blank.count(b"\n") + 1)
+
+
+def _past_blanks(blocks: Iterator[bytes]) -> tuple[bytes, bytes]:
+    """The blanks that a file begins with, and the rest of the block in which they end."""
+    blank, block = b"", next(blocks, b"").removeprefix(_BOM)
+    while block and not (rest := block.lstrip(_BLANKS)):
+        blank, block = blank + block, next(blocks, b"")
+    return (blank + block[: len(block) - len(rest)], rest) if block else (blank, b"")
 
 
 def _array(path: pathlib.Path, chunks: Iterable[bytes]) -> Iterator[tuple[str, Any]]:

@@ -110,6 +110,11 @@ def local_path(spec: str) -> pathlib.Path:
     return pathlib.Path(spec.removeprefix("file://")).expanduser()
 
 
+def is_remote(spec: str) -> bool:
+    """Whether the name of data is a URL of something that is not on this machine."""
+    return "://" in spec and not spec.startswith("file://")
+
+
 def is_file(path: str) -> bool:
     """Whether a name is neither a member's nor a ``data:`` URI."""
     return not path.startswith(DATA) and parse(path) is None

@@ -96,8 +96,9 @@ def read(
                 problems.append(record.fields)
                 continue
             if isinstance(record.fields, Example):
-                seen[record.fields.id] += 1
-                examples.append(record.fields)
+                identifier = conversation_formats.id_of(record.fields.id, record.where)
+                seen[identifier] += 1
+                examples.append(_own_example(record.fields)._replace(id=identifier))
                 continue
             if not isinstance(record.fields, dict):
                 raise BadItem("not a JSON object")
@@ -295,7 +296,18 @@ def _label(value: Any) -> str:
     name = "" if value is None else name_of(value)
     if name is None:
         raise BadItem("'label' is neither text nor a number", repr(value)[:60])
+    conversation_formats.check_unicode(name)
     return name
+
+
+def _own_example(example: Example) -> Example:
+    """An Example that a format of the user's own made; raises BadItem where a text is no text."""
+    for item in (example.query, example.positive, *example.negatives):
+        for text in (*item, example.label, example.task):
+            if not isinstance(text, str):
+                raise BadItem("a text that is not text", f"{type(text).__name__}: {text!r}"[:60])
+            conversation_formats.check_unicode(text)
+    return example
 
 
 def _mmeb(item: dict[str, Any], context: Context) -> Group:

@@ -131,9 +131,10 @@ def _paths(spec: str, named: Iterable[str]) -> list[pathlib.Path]:
     path = local_path(spec)
     if "://" in spec and not spec.startswith("file://"):
         raise DataError(
-            f"{spec}: of stores, files are read, or patterns of them, and the sets that `jaxvlm "
-            "data pack` makes; copy other data to this machine, or mount them (a PersistentVolume, "
-            "a FUSE mount of the bucket)"
+            f"{spec}: of stores, files are read here, or patterns of them; a set that `jaxvlm data "
+            "pack` made is read by training alone: name the file that it was packed from. Copy "
+            "other data to this machine, or mount them (a PersistentVolume, a FUSE mount of the "
+            "bucket)"
         )
     if path.name == PACKED:
         raise DataError(f"{spec}: name the folder of the packed set, {path.parent}")
@@ -168,8 +169,9 @@ def _saved_to_disk(folder: pathlib.Path) -> list[pathlib.Path]:
         paths = [folder / str(file["filename"]) for file in state["_data_files"]]
     except FileNotFoundError:
         raise DataError(
-            f"{folder} is a folder without the state.json of Hugging Face's save_to_disk or the "
-            f"{mds.INDEX} of MDS; give a file, or a pattern such as {folder}/*.parquet"
+            f"{folder} is a folder without the state.json of Hugging Face's save_to_disk, the "
+            f"{mds.INDEX} of MDS or the {PACKED} of a packed set; give a file, or a pattern such "
+            f"as {folder}/*.parquet"
         ) from None
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{folder}: its state.json can't be read: {error}") from None
