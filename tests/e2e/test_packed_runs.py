@@ -125,6 +125,24 @@ def test_a_run_on_pairs_goes_on_with_the_packed_set(captions, set_of_pairs, tmp_
     assert run(["data", "verify", str(folder)]) == 0
 
 
+def test_what_the_loss_does_not_read_is_not_packed(set_of_pairs, tmp_path, capsys):
+    recipe, _ = set_of_pairs
+    rows = [{"query": f"a {i}", "positive": f"b {i}", "score": i / 8} for i in range(9)]
+    (tmp_path / "scored.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pack = ["data", "pack", str(tmp_path / "scored.jsonl"), recipe, f"--output={tmp_path / 'set'}"]
+    assert run(pack) == 2
+    assert "does not read scores; leave the field out" in capsys.readouterr().err
+    assert not (tmp_path / "set").exists()
+    assert run([*pack, "--config.data.ignored_fields=('score',)"]) == 0
+    pack[-1] = f"--output={tmp_path / 'cosine'}"
+    assert run([*pack, "--config.loss.name=cosine"]) == 0
+    assert "scores: similarities of pairs, from 0 to 1" in capsys.readouterr().out
+    line = ["train", recipe, f"--config.data.train={tmp_path / 'cosine'}", "--config.data.eval="]
+    assert run([*line, f"--workdir={tmp_path / 'run'}"]) == 2
+    said = "with config.data.ignored_fields when the data are packed, which trains"
+    assert said in capsys.readouterr().err
+
+
 def test_pairs_from_a_web_server(captions, set_of_pairs, tmp_path):
     """From the beginning, with images that are asked for several at a time."""
     _, folder = set_of_pairs
