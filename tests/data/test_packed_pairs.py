@@ -244,7 +244,7 @@ def test_a_set_of_the_other_kind_is_refused(examples, album, word_tokenizer, tmp
         opened_pairs(conversations, data)
 
 
-@pytest.mark.parametrize("kind", ["text", pytest.param("any size", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["text", "any size"])
 def test_nothing_damaged_is_trained_on(kind, examples, rows, tmp_path):
     """A changed number in any array ends the run, or changes no batch."""
     made = [e._replace(label=f"g{i % 9}") for i, e in enumerate(examples[:24])]
