@@ -29,7 +29,8 @@ _FLAGS = {
     "image_size": "The height and width of images, in pixels.",
     "patch_size": "The height and width of a patch, in pixels.",
     "max_images": "The maximum number of images, or of tiles of images, in a packed sequence.",
-    "image_root": "The folder that image names are relative to; by default the data file's folder.",
+    "image_root": "The folder that image names are relative to, or its gs:// or s3:// URL; by "
+    "default the data file's folder.",
     "look_alikes": "Also list images of one colour, and those that look like an earlier one: whose "
     "perceptual hashes differ in at most so many of 64 bits (0 to 16; 4 finds other sizes and "
     "qualities of one image). For conversations; needs pip install 'jaxvlm[check]'. The default -1 "
@@ -308,7 +309,9 @@ def _of_flags(values: flags.FlagValues) -> dict[str, Any]:
     from jaxvlm.config import DataConfig
     from jaxvlm.data.images import image_files
     from jaxvlm.data.tokenizer import chat_tokenizer as tokenizer
+    from jaxvlm.trainer.checks import check_image_root
 
+    check_image_root("--image_root", values.image_root)
     return {
         "config": DataConfig(
             max_length=values.max_length,

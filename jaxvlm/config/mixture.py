@@ -36,8 +36,8 @@ class SourceConfig:
     """Limits the source to so many records, a random choice that is the same in every run;
     the default 0 reads all of them."""
     image_root: str = ""
-    """Names the folder that this source's image paths are relative to; the default "" takes
-    ``config.data.image_root``."""
+    """Names the folder that this source's image paths are relative to, or its gs:// or s3:// URL;
+    the default "" takes ``config.data.image_root``."""
     column_mapping: tuple[tuple[str, str], ...] = ()
     """Lists pairs of a column's name in this source's files and the name of the field that it is
     read as; the default () takes ``config.data.column_mapping``."""

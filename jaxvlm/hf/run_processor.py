@@ -92,6 +92,10 @@ def tokenizer_folder(
     return folder
 
 
+_KINDS = {"WordLevel": "word", "BPE": "bpe"}
+"""Type of a tokenizer's model -> the setting that builds such a one."""
+
+
 def _packed_tokenizer(config: Config, spec: str) -> pathlib.Path:
     """The tokenizer of a packed set, which was built by the recipe that packed it."""
     kind = packed_files.PAIRS if trains_embeddings(config) else packed_files.CONVERSATIONS
@@ -101,11 +105,11 @@ def _packed_tokenizer(config: Config, spec: str) -> pathlib.Path:
     folder = found.folder / PACKED_TOKENIZER
     try:
         tokenizer = json_text.read(folder / "tokenizer.json")
-        is_bpe, size = tokenizer["model"]["type"] == "BPE", len(tokenizer["model"]["vocab"])
+        own, size = _KINDS[tokenizer["model"]["type"]], len(tokenizer["model"]["vocab"])
     except (OSError, ValueError, LookupError, TypeError):
         return folder  # whoever loads it says what is wrong
-    own = "bpe" if is_bpe else "word"
-    if made.kind != own or made.vocab_size < size:
+    usual = TokenizerConfig()
+    if made.kind not in (own, usual.kind) or size > made.vocab_size != usual.vocab_size:
         text = "config.tokenizer.kind=%r and vocab_size=%d are not read: %s has one of %r with %d"
         _log.info(f"{text} tokens", made.kind, made.vocab_size, spec, own, size)
     return folder

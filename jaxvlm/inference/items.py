@@ -52,7 +52,7 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
     """Reads items and their ids from a file.
 
     Args:
-        name: file that :func:`jaxvlm.data.sources.tables.read` reads; a record has ``text``,
+        name: file that :func:`jaxvlm.data.sources.tables.each` reads; a record has ``text``,
             ``image`` (a path relative to the file's folder) or both, and optionally
             ``instruction`` and ``id``.
         config: data settings that say how the file is read.
@@ -63,12 +63,14 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
     Raises:
         DataError: the file or a record of it can't be read.
     """
-    raw, problems = tables.read(name, config)
+    unread, problems = list[Problem](), list[Problem]()
     allowed = Allowed.of(config.ignored_fields, config.literal_markers)
-    refuse(name, problems)
     items, ids = [], []
     seen: set[str] = set()
-    for record in raw:
+    for record in tables.each(name, config):
+        if isinstance(record, Problem):
+            unread.append(record)
+            continue
         try:
             if not isinstance(record.fields, dict):
                 raise BadItem("not a JSON object")
@@ -87,7 +89,7 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
             seen.update(ids[-1:] if ids[-1] else ())
         except BadItem as bad:
             problems.append(Problem(record.where, bad.reason, bad.detail))
-    refuse(name, problems)
+    refuse(name, [*unread, *problems])
     return items, ids
 
 

@@ -55,7 +55,7 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
     """Reads images and their classes from a file.
 
     Args:
-        name: file that :func:`jaxvlm.data.sources.tables.read` reads; a record has ``image``, a
+        name: file that :func:`jaxvlm.data.sources.tables.each` reads; a record has ``image``, a
             path relative to the file's folder, and ``label``, the name of its class.
         config: data settings that say how the file is read.
 
@@ -65,11 +65,13 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
     Raises:
         DataError: the file, or a record of it, can't be read.
     """
-    raw, problems = tables.read(name, config)
+    unread, problems = list[Problem](), list[Problem]()
     allowed = Allowed.of(config.ignored_fields)
-    refuse(name, problems)
     items, labels, splits = [], [], Splits(name, config)
-    for record in raw:
+    for record in tables.each(name, config):
+        if isinstance(record, Problem):
+            unread.append(record)
+            continue
         try:
             fields = record.fields if isinstance(record.fields, dict) else {}
             splits.add(fields)
@@ -83,7 +85,7 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
             labels.append(label)
         except BadItem as bad:
             problems.append(Problem(record.where, bad.reason, bad.detail))
-    refuse(name, problems)
+    refuse(name, [*unread, *problems])
     splits.check()
     if not items:
         raise DataError(f"{name}: the file has no images")

@@ -26,7 +26,7 @@ from jaxvlm.stores.store_requests import (
     local_disk,
 )
 
-_ODD = re.compile(r"[#?*%\[\]\\\x00-\x1f]")
+ODD = re.compile(r"[#?*%\[\]\\\x00-\x1f]")
 """Characters that the stores' libraries read as something else than a name's."""
 
 
@@ -57,7 +57,7 @@ def check_url(
         raise ConfigError(f"{setting}={url}: name a folder in a bucket: {scheme}://BUCKET/FOLDER")
     why = "an empty name between two slashes, or one of dots"
     wrong = not all(folders) or not {".", ".."}.isdisjoint(folders)
-    if odd := _ODD.search(rest):
+    if odd := ODD.search(rest):
         wrong, why = True, f"the character {odd[0]!r}"
     if wrong:
         raise ConfigError(f"{setting}={url}: the folder has {why}; give it another name")
@@ -133,8 +133,13 @@ class RemoteFolder:
     def files_in(self, folder: str) -> dict[str, dict[str, Any]]:
         """Files in a folder itself: name from the URL on -> what the store says of it."""
         root, skip = self._path(folder), len(self.url.partition("://")[2]) + 1
+
+        def listed() -> list[dict[str, Any]]:
+            with _whole_answers():
+                return list(self._fs.ls(root, detail=True))
+
         try:
-            found = attempt(f"{root} is listed", lambda: self._fs.ls(root, detail=True))
+            found = attempt(f"{root} is listed", listed)
         except FileNotFoundError:
             return {}
         return {info["name"][skip:]: info for info in found if info["type"] == "file"}
@@ -142,8 +147,13 @@ class RemoteFolder:
     def names(self, folder: str) -> list[str]:
         """Names in a folder, sorted."""
         root = self._path(folder)
+
+        def listed() -> list[str]:
+            with _whole_answers():
+                return list(self._fs.ls(root, detail=False))
+
         try:
-            found = attempt(f"{root} is listed", lambda: self._fs.ls(root, detail=False))
+            found = attempt(f"{root} is listed", listed)
         except FileNotFoundError:
             return []
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)

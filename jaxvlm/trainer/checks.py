@@ -97,6 +97,22 @@ def check_packable(config: Config) -> None:
         raise ConfigError(f"{what} is packed already")
 
 
+def check_image_root(setting: str, root: str) -> None:
+    """Refuse a place of images that is neither a folder nor one in a bucket.
+
+    Args:
+        setting: its name, for messages.
+        root: its value; "" is none.
+
+    Raises:
+        ConfigError: it is neither, or the package for the store is missing.
+    """
+    if is_remote(root):
+        check_scheme(setting, root, root=True)
+    elif root and not pathlib.Path(root).expanduser().is_dir():
+        raise ConfigError(f"{setting}={root!r}: no such folder")
+
+
 def check_data(config: Config) -> None:
     """Refuse data that are not named, named twice, or have settings that nothing reads."""
     data, mixture = config.data, config.data.mixture
@@ -127,7 +143,7 @@ def check_data(config: Config) -> None:
     if mixture:
         refuse_unread(data, "config.data")
     if is_packed(data.eval, data):
-        what = "is at a URL, as only packed sets are" if is_remote(data.eval) else "is packed"
+        what = "is at a URL of a packed set" if is_remote(data.eval) else "is packed"
         raise ConfigError(
             f"config.data.eval={data.eval!r} {what}, which only training data can be; name a file "
             "of records on this machine"
@@ -146,12 +162,7 @@ def check_data(config: Config) -> None:
         kinds = formats_of(data, source.train)
         refuse_unread_by(source, kinds, SOURCE_SETTINGS, f"config.data.mixture.{name}")
     for path, group in groups.items():
-        root = group.image_root
-        if is_remote(root):
-            check_scheme(f"{path}.image_root", root, root=True)
-            continue
-        if root and not pathlib.Path(root).expanduser().is_dir():
-            raise ConfigError(f"{path}.image_root={root!r}: no such folder")
+        check_image_root(f"{path}.image_root", group.image_root)
     if data.fetched and not pathlib.Path(data.fetched).expanduser().is_dir():
         raise ConfigError(
             f"config.data.fetched={data.fetched!r}: no such folder; `jaxvlm data fetch` makes it"

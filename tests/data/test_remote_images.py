@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import pathlib
 
 import loopback_store
@@ -11,9 +12,11 @@ import pytest
 from loopback_store import answers, cut, flipped, short, unavailable
 from PIL import Image
 
+from jaxvlm.cli.main import run
 from jaxvlm.config import Config, ConfigError, DataConfig
+from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import image_files
-from jaxvlm.data.sources import conversation_formats, pair_formats, remote_images
+from jaxvlm.data.sources import conversation_formats, pair_formats, remote_images, tables
 from jaxvlm.inference import items
 from jaxvlm.stores import store_requests
 from jaxvlm.stores.errors import StoreError
@@ -109,13 +112,24 @@ def test_files_on_this_machine_and_images_in_a_bucket(store, root, tmp_path):
 
 
 def test_what_is_not_there_is_a_missing_file(store, root, tmp_path):
-    names = ("none.png", "in/none.png", "../../../out.png", "in", "a.png#1", "a.png?x", "/a.png")
+    names = (
+        "none.png",
+        "in/none.png",
+        "../../../out.png",
+        "n" * 300 + ".png",
+        "in",
+        "a.png#1",
+        "a.png?x",
+        "/a.png",
+    )
     rows = [{"question": "?", "answer": "it", "image": n, "id": n} for n in names]
     file = tmp_path / "here.jsonl"
     file.write_text("".join(json.dumps(x) + "\n" for x in rows))
     for name, path in read(str(file), tmp_path / "copies", image_root=root).items():
         assert image_files.check(path, 10**6) == "missing file", name
         assert path.startswith("/") and name.rpartition("/")[2] in path
+        if name != "/a.png":
+            assert os.path.realpath(path).startswith(str(tmp_path / "copies"))
 
 
 def test_what_fails_for_a_while_changes_nothing(store, root, tmp_path):
@@ -134,10 +148,80 @@ def test_what_fails_for_good_is_named(store, root, tmp_path):
 
 
 def test_many_are_copied_together(store, root, tmp_path, monkeypatch):
-    """While records are read, not one by one at the end."""
-    monkeypatch.setattr(remote_images, "_AT_ONCE", 2)
+    """While records are read, neither one by one nor all at the end."""
+    counts, each = [], remote_images.each
+
+    def counted(call, paths):
+        counts.append(len(paths))
+        each(call, paths)
+
+    monkeypatch.setattr(remote_images, "each", counted)
+    monkeypatch.setattr(remote_images, "_AT_ONCE", 4)
     assert_right(read(f"{root}/data.jsonl", tmp_path))
-    assert not list(tmp_path.rglob("*.partial-*"))
+    assert counts == [4, 2]
+    assert not list(tmp_path.rglob("partial-*"))
+
+
+def test_of_many_folders_all_is_listed_at_once(store, root, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_images, "_FOLDERS", 3)
+    names = [f"f{i}/{i}.png" for i in range(9)]
+    for name in names:
+        RemoteFolder(root).write(name, png((7, 8, 9)))
+    images = remote_images.RemoteImages(root, DataConfig(download_dir=str(tmp_path)))
+    listed, files = [], RemoteFolder.files
+    monkeypatch.setattr(
+        RemoteFolder, "files", lambda self, folder: listed.append(folder) or files(self, folder)
+    )
+    paths = {name: str(images.path(name)) for name in names}
+    images.copy()
+    assert_right(paths, dict.fromkeys(names, (7, 8, 9)))
+    assert len(listed) == 5  # four folders, then the root
+
+
+def test_an_image_that_changes_or_goes_meanwhile_is_named(store, root, tmp_path):
+    """Its place is that of the version that was listed."""
+    for name, change, said in (
+        ("a.png", lambda x: RemoteFolder(root).write(x, png((1, 1, 1))), "changed while|not those"),
+        ("in/b.png", lambda x: RemoteFolder(root).remove(x), r"b.png is gone, and was there at"),
+    ):
+        images = remote_images.RemoteImages(root, DataConfig(download_dir=str(tmp_path)))
+        path = images.path(name)
+        change(name)
+        with pytest.raises(StoreError, match=said):
+            images.copy()
+        assert not path.exists()
+
+
+def test_a_damaged_list_is_asked_for_again(store, root, tmp_path):
+    for how in (cut, short):
+        rule = answers("prefix=", how, 2, ("GET",))
+        store.wrong[:] = [rule]
+        assert_right(read(f"{root}/data.jsonl", tmp_path / how.__name__))
+        assert rule[0] < 2
+
+
+def test_a_copy_that_was_damaged_is_made_again(store, root, tmp_path):
+    paths = read(f"{root}/data.jsonl", tmp_path)
+    pathlib.Path(paths["a.png"]).write_bytes(b"")
+    assert_right(read(f"{root}/data.jsonl", tmp_path))
+
+
+def test_formats_of_ones_own_and_buckets_that_are_not_there(store, root, tmp_path):
+    rows = [(name, {"question": "?", "answer": "it", "image": name}) for name in NAMES]
+    config = DataConfig(download_dir=str(tmp_path))
+    raw = tables.raw_records(rows, f"{root}/data.own", config)
+    assert_right({x.where: x.locate(x.fields["image"]) for x in raw})
+    none = f"{store.scheme}://nobody-has-it/x"
+    with pytest.raises(DataError, match="nobody-has-it: no such bucket"):
+        remote_images.RemoteImages(none, config).path("a.png")
+
+
+def test_data_check_refuses_what_is_no_place_of_images(store, root, tmp_path, capsys):
+    file = tmp_path / "here.jsonl"
+    file.write_bytes(RemoteFolder(root).read("data.jsonl"))
+    for where in ("gs://", "GS://runs/x", "http://localhost/x", "nowhere"):
+        assert run(["data", "check", str(file), f"--image_root={where}"]) == 2
+        assert f"--image_root={where}" in capsys.readouterr().err.replace("'", "")
 
 
 def test_pairs_and_items_to_embed(store, root, tmp_path):

@@ -52,10 +52,12 @@ def read(path: pathlib.Path) -> Iterator[tuple[str, Any] | Problem]:
 
 def _past_blanks(blocks: Iterator[bytes]) -> tuple[bytes, bytes]:
     """The blanks that a file begins with, and the rest of the block in which they end."""
-    blank, block = b"", next(blocks, b"").removeprefix(_BOM)
-    while block and not (rest := block.lstrip(_BLANKS)):
-        blank, block = blank + block, next(blocks, b"")
-    return (blank + block[: len(block) - len(rest)], rest) if block else (blank, b"")
+    blank, block = list[bytes](), next(blocks, b"").removeprefix(_BOM)
+    while block and not block.lstrip(_BLANKS):
+        blank.append(block)
+        block = next(blocks, b"")
+    rest = block.lstrip(_BLANKS)
+    return b"".join([*blank, block[: len(block) - len(rest)]]), rest
 
 
 def _array(path: pathlib.Path, chunks: Iterable[bytes]) -> Iterator[tuple[str, Any]]:

@@ -57,7 +57,7 @@ class Context(NamedTuple):
 def read(
     spec: str, config: DataConfig = tables.DEFAULT, of_url: OfUrl | None = None
 ) -> tuple[list[Example], list[Problem]]:
-    """Read the examples of a file or a pattern of files; see ``jaxvlm.data.sources.tables.read``.
+    """Read the examples of a file or a pattern of files; see ``jaxvlm.data.sources.tables.each``.
 
     Args:
         spec: file or pattern of files.

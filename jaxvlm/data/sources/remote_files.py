@@ -16,7 +16,7 @@ import pathlib
 import re
 import socket
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxvlm.config import ConfigError, DataConfig
@@ -24,6 +24,7 @@ from jaxvlm.config.unread import READ_BY
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources import downloads
 from jaxvlm.data.sources.compressed import kind_of
+from jaxvlm.stores.errors import StoreError
 from jaxvlm.stores.object_store import RemoteFolder, check_scheme
 from jaxvlm.stores.store_requests import READ_KINDS, each
 
@@ -34,6 +35,9 @@ _VERSION = (
     *("Last-Modified", "Content-MD5", "Digest"),
 )
 """What stores say of a file that is another one when the file is."""
+
+
+_TIMES = ("LastModified", "updated")
 
 
 def is_files(spec: str) -> bool:
@@ -122,6 +126,12 @@ def _of_store(spec: str, config: DataConfig) -> str:
     return f"{glob.escape(str(folder))}/{_name(spec)}"
 
 
+def _differ(one: Mapping[str, str], other: Mapping[str, Any]) -> bool:
+    """Whether two answers are of different versions; lists have other times than single files."""
+    kinds = [key for key in _VERSION if key not in _TIMES and key in one and key in other]
+    return any(str(one[key]) != str(other[key]) for key in kinds)
+
+
 def version_of(info: dict[str, Any]) -> dict[str, str]:
     """What a store says of a file that is another one when the file is."""
     return {key: str(info[key]) for key in _VERSION if info.get(key) is not None}
@@ -165,21 +175,40 @@ def _copy(remote: RemoteFolder, name: str, info: dict[str, Any], path: pathlib.P
             _download(remote, name, info, path, partial)
 
 
-def copy_file(remote: RemoteFolder, name: str, info: dict[str, Any], path: pathlib.Path) -> None:
-    """Copy a file that is not here yet, whole or not at all; the caller alone does so."""
-    if not path.is_file():
-        partial = path.with_name(f"{path.name}.partial-{socket.gethostname()}-{os.getpid()}")
-        _download(remote, name, info, path, partial)
+def is_here(path: pathlib.Path, info: Mapping[str, Any]) -> bool:
+    """Whether a copy is there, of the size that the store says."""
+    return path.is_file() and path.stat().st_size == int(info["size"])
+
+
+def copy_file(remote: RemoteFolder, name: str, info: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Copy a file that is not here yet, whole or not at all; one process of a host at a time.
+
+    Raises:
+        StoreError: the store does not give it, or gives another version.
+        DataError: there is no room for it.
+    """
+    if not is_here(path, info):
+        _download(remote, name, info, path, path.with_name(f"partial-{socket.gethostname()}"))
 
 
 def _download(
-    remote: RemoteFolder, name: str, info: dict[str, Any], path: pathlib.Path, partial: pathlib.Path
+    remote: RemoteFolder,
+    name: str,
+    info: Mapping[str, Any],
+    path: pathlib.Path,
+    partial: pathlib.Path,
 ) -> None:
-    if info.get("size") is None:  # a web server that does not say it
-        partial.write_bytes(remote.read(name))
-    else:
-        md5 = str(info.get("md5Hash") or "")
-        remote.download(name, partial, int(info["size"]), "set data.download_dir", md5)
+    md5 = str(info.get("md5Hash") or "")
+    try:
+        if info.get("size") is None:  # a web server that does not say it
+            partial.write_bytes(remote.read(name))
+        else:
+            remote.download(name, partial, int(info["size"]), "set data.download_dir", md5)
+        now = None if md5 else remote.info(name)
+    except FileNotFoundError:
+        raise StoreError(f"{remote.url}/{name} is gone, and was there at the start") from None
+    if not md5 and (now is None or _differ(version_of(now), info)):
+        raise StoreError(f"{remote.url}/{name} was changed while it was copied; start again")
     with open(partial, "rb") as file:
         os.fsync(file.fileno())
     os.replace(partial, path)

@@ -69,15 +69,6 @@ class Reading(NamedTuple):
         return dict(self.config.column_mapping).get(column, column) in self.texts
 
 
-def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Raw], list[Problem]]:
-    """All of :func:`each`: the records, and the problems."""
-    found = list(each(spec, config))
-    return (
-        [x for x in found if isinstance(x, Raw)],
-        [x for x in found if isinstance(x, Problem)],
-    )
-
-
 def each(
     spec: str,
     config: DataConfig = DEFAULT,
@@ -122,7 +113,7 @@ def each(
             else:
                 yield found._replace(where=prefix + found.where, task=name)
     if remote:
-        remote.end()
+        remote.copy()
     if is_empty_set:
         raise DataError(f"{spec}: contains no record; give a file with at least one")
 
@@ -242,7 +233,7 @@ def _remote_images(own: str, config: DataConfig) -> RemoteImages | None:
     """The images in a bucket that names are relative to, if any.
 
     Args:
-        own: URL of the folder of the files of records; "" if they are on this machine.
+        own: folder of the files of records, or its URL.
         config: data settings.
     """
     url = config.image_root or own
@@ -260,12 +251,12 @@ def _plain(root: Root) -> Callable[[str], str]:
 
 def raw_records(items: Iterable[tuple[str, Any]], spec: str, config: DataConfig) -> Iterator[Raw]:
     """Records that a format of the user's own gave; images are relative as in :func:`each`."""
-    remote = _remote_images("", config)
+    remote = _remote_images(spec.rpartition("/")[0], config)
     locate = _plain(remote or _root(pathlib.Path(spec), config))
     for where, item in items:
         yield Raw(where, item, locate, "")
     if remote:
-        remote.end()
+        remote.copy()
 
 
 def _json(path: pathlib.Path, root: Root, reading: Reading) -> Iterator[Raw | Problem]:
