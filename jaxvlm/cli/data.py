@@ -127,11 +127,12 @@ def _checked(values: flags.FlagValues, spec: str) -> Any:
     from jaxvlm.data.conversations.mixture_records import of_file
     from jaxvlm.data.sources import conversation_formats
     from jaxvlm.losses.registry import trains_embeddings
-    from jaxvlm.trainer import embedding_run
+    from jaxvlm.trainer import checks, embedding_run
 
     if values.config is None:
         settings = _of_flags(values)
         refuse_unread_by(settings["config"], formats_of(settings["config"], spec))
+        checks.check_image_root("--image_root", values.image_root)
         return validate.validate(spec, look_alikes=values.look_alikes, **settings)
     config: Config = from_config_dict(values.config)
     names = (spec, config.data.train, config.data.eval)
@@ -309,9 +310,7 @@ def _of_flags(values: flags.FlagValues) -> dict[str, Any]:
     from jaxvlm.config import DataConfig
     from jaxvlm.data.images import image_files
     from jaxvlm.data.tokenizer import chat_tokenizer as tokenizer
-    from jaxvlm.trainer.checks import check_image_root
 
-    check_image_root("--image_root", values.image_root)
     return {
         "config": DataConfig(
             max_length=values.max_length,

@@ -48,7 +48,7 @@ def test_tables_are_not_compressed_as_a_whole(tmp_path, name):
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("gs://bucket/folder", "copy other data to this machine, or mount them"),
+        ("gs://bucket/folder", "Copy other data to this machine, or mount them"),
         ("ftp://example.com/t.jsonl", "are supported; mount another one"),
         ("https:///t.jsonl", "name a folder in a bucket"),
     ],
