@@ -6,6 +6,7 @@ files from then on. Which there are, and their versions, is listed by the store,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -17,6 +18,7 @@ from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources import downloads
 from jaxvlm.data.sources.remote_files import copy_file, is_here, version_of, written
+from jaxvlm.stores.errors import StoreError
 from jaxvlm.stores.object_store import ODD, RemoteFolder
 from jaxvlm.stores.store_requests import KINDS, each
 
@@ -83,8 +85,6 @@ class RemoteImages:
         Files of the root are listed once, and so are those below each folder in it, at any depth;
         of many folders, all of the root.
         """
-        if not self._listed:
-            self._check_bucket()
         root, folder = self._root.split("/")[1:], key.split("/")[:-1]
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(root, folder))
         first = sum(1 for _ in same) + 1
@@ -95,13 +95,16 @@ class RemoteImages:
         if (where, is_deep) not in self._listed:
             list_files = self._remote.files if is_deep else self._remote.files_in
             found = list_files(where)
+            if not found:
+                self._check_bucket()
             self._listed[where, is_deep] = {name: version_of(found[name]) for name in found}
         return self._listed[where, is_deep].get(key)
 
     def _check_bucket(self) -> None:
         """Refuse a bucket that is not there, which lists as empty; raises DataError."""
         try:
-            self._remote.check_bucket()
+            with contextlib.suppress(StoreError):  # a part of it may be all that is to be seen
+                self._remote.check_bucket()
         except FileNotFoundError:
             raise DataError(f"{self._remote.url}: no such bucket; images are named in it") from None
 
