@@ -77,6 +77,15 @@ def timed(work: Callable[[], Any]) -> list[float]:
     return [time.perf_counter() - wall, time.process_time() - cpu]
 
 
+def child(file: str, *given: str) -> dict[str, Any]:
+    """Run a benchmark's own file with arguments; returns the JSON of the last line it prints."""
+    command = [sys.executable, file, *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    print(done.stdout.splitlines()[-1], flush=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def write(name: str, result: dict[str, Any], folder: pathlib.Path = RESULTS) -> None:
     """Write ``result`` as JSON and say where."""
     folder.mkdir(parents=True, exist_ok=True)

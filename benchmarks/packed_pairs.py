@@ -20,15 +20,13 @@ import importlib
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import environment, write
+from benchmarks.common import child, environment, write
 from benchmarks.packed_sets import WORDS, anonymous_mib
 
 NAME = "packed_pairs"
@@ -162,24 +160,20 @@ def main() -> None:
         print(json.dumps(measure(args.measure) if args.measure else pack(*args.pack)))
         return
 
-    def child(*given: str) -> dict[str, Any]:
-        command = [sys.executable, __file__, *given]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        print(done.stdout.splitlines()[-1], flush=True)
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-
     with tempfile.TemporaryDirectory() as made:
         packing, rows = [], []
         for count in args.pairs:
             file, folder = pathlib.Path(made) / f"{count}.jsonl", pathlib.Path(made) / str(count)
             write_pairs(file, count)
-            packing.append(child("--pack", str(file), str(folder)))
-            rows += [child("--measure", str(file)), child("--measure", str(folder))]
+            packing.append(child(__file__, "--pack", str(file), str(folder)))
+            rows += [
+                child(__file__, "--measure", str(file)),
+                child(__file__, "--measure", str(folder)),
+            ]
         for count in args.packed:
             largest = max(args.pairs)
             repeat(pathlib.Path(made) / str(largest), pathlib.Path(made) / "more", count // largest)
-            rows.append(child("--measure", str(pathlib.Path(made) / "more")))
+            rows.append(child(__file__, "--measure", str(pathlib.Path(made) / "more")))
     write(f"{NAME}.json", {"packing": packing, "rows": rows, **environment()})
 
 

@@ -20,8 +20,6 @@ import importlib
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -29,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import environment, write
+from benchmarks.common import child, environment, write
 
 NAME = "packed_sets"
 UNIQUE = 100_000
@@ -181,26 +179,19 @@ def main() -> None:
         print(json.dumps(measure(args.measure) if args.measure else pack(*args.pack)))
         return
 
-    def child(*given: str) -> dict[str, float]:
-        command = [sys.executable, __file__, *given]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        print(done.stdout.splitlines()[-1], flush=True)
-        found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-        return found
-
     with tempfile.TemporaryDirectory() as made:
         base, file = pathlib.Path(made) / "base", pathlib.Path(made) / "records.jsonl"
         packing, rows = [], []
         for count in (UNIQUE, 4 * UNIQUE):
             write_records(file, count)
             folder = base if count == UNIQUE else pathlib.Path(made) / "more"
-            packing.append(child("--pack", str(file), str(folder)))
+            packing.append(child(__file__, "--pack", str(file), str(folder)))
         for count in args.records:
             folder = base
             if count > UNIQUE:
                 folder = pathlib.Path(made) / str(count)
                 repeat(base, folder, count // UNIQUE)
-            rows.append(child("--measure", str(folder)))
+            rows.append(child(__file__, "--measure", str(folder)))
             if folder != base:
                 shutil.rmtree(folder)
     write(f"{NAME}.json", {"packing": packing, "rows": rows, **environment()})
